@@ -1,0 +1,198 @@
+"""The operator: index, ring, kernels and merge behind one autograd function.
+
+    op = Operator(AttentionConfig(), Ring.single(), "cuda")
+    out = op(q, k, v, layer=0)                            one rank, [B, S, N, D]
+    out = op(q, k, v, layer=0, seq_len=524288)            context parallel, q, k, v are this rank's shards
+
+Forward of rank r, backward likewise with dK and dV travelling along:
+
+    columns   gathered once over the ring, one local kernel
+    step t    blocks of source (r - t) mod world, merged into fp32 (out, lse), next keys already under way
+
+The index of the forward pass is the index of the backward pass. Under activation checkpointing the forward runs twice;
+the second run takes the first one's index from a small store instead of estimating again (see `IndexStore`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtraining_nns.ops import kernels
+from mtraining_nns.ops.columns import Columns
+from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.index import DistanceIndex
+from mtraining_nns.ops.kernels import Grads, Tape
+from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.patterns import Place, dense, vertical_slash
+from mtraining_nns.ops.ring import Exchange, Ring
+from mtraining_nns.ops.store import IndexStore
+
+PATTERNS = {"dense": dense, "vertical_slash": vertical_slash}
+
+
+class Operator:
+    """Causal attention of one model under one configuration, on one ring.
+
+    Raises ValueError at construction where the backend cannot run on the device, and at the call for shapes that do not
+    fit the layout.
+    """
+
+    def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
+        self.config, self.ring = config, ring
+        self.backend, self.reason = kernels.choose_backend(device_type, config.backend)
+        self.kernels = kernels.load(self.backend)
+        self.store = IndexStore()
+        self.last: dict[int, tuple[DistanceIndex, Layout]] = {}  # what each layer kept last, for read_stats
+
+    def __call__(self, q, k, v, *, layer: int = 0, seq_len: int | None = None, scale: float | None = None):
+        """q [B, S_local, N, D], k and v [B, S_local, H, D] -> [B, S_local, N, D] in q's dtype.
+
+        seq_len: global length; without it the sequence is q's own, which only a ring of one has.
+        scale: of the scores, D ** -0.5 by default.
+        """
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+        def build():
+            layout = self.layout(seq_len or q.shape[1])
+            self._check(q, k, v, layout, seq_len)
+            return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
+
+        keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        token, (index, layout) = self.store.take_or_build(layer, build, keep=keep)
+        self.last[layer] = index, layout
+        return _SparseRing.apply(q, k, v, Call(index, Place(layout, self.ring), self.kernels, scale, self.store, token))
+
+    def layout(self, seq_len: int) -> Layout:
+        """Layout of a global sequence on this ring."""
+        return Layout(
+            seq_len=seq_len, world=self.ring.world, kind=self.config.layout, block=self.config.block,
+            granularity=self.config.stripe,
+        )
+
+    def read_stats(self) -> dict[str, dict[int, float]]:
+        """Of each layer's last call: density in (0, 1], capped heads, and work, the query-key pairs of this rank.
+
+        Waits for the device; call it at logging steps only.
+        """
+        stats: dict[str, dict[int, float]] = {"density": {}, "capped": {}, "work": {}}
+        for layer, (index, layout) in sorted(self.last.items()):
+            starts = layout.block_starts(self.ring.rank, index.hit.device)
+            stats["density"][layer] = index.density(layout.seq_len).item()
+            stats["capped"][layer] = 0 if index.capped is None else int(index.capped)
+            stats["work"][layer] = index.kept_pairs(starts, layout.seq_len).item()
+        return stats
+
+    def _pattern(self, layer: int, layout: Layout):
+        keep_all = layer in self.config.dense_layers or layout.seq_len < self.config.dense_below
+        return PATTERNS["dense" if keep_all else self.config.pattern]
+
+    def _check(self, q, k, v, layout: Layout, seq_len: int | None) -> None:
+        if self.ring.world > 1 and seq_len is None:
+            raise ValueError(f"a ring of {self.ring.world} ranks needs seq_len, the global length of the sequence")
+        expected = q.shape[1] if seq_len is None else layout.local_len
+        if q.shape[1] != expected or k.shape[1] != expected:
+            raise ValueError(
+                f"rank {self.ring.rank} of {self.ring.world} holds {expected} tokens of a sequence of {seq_len}"
+                f" ({layout.kind}, block {layout.block}), got q {tuple(q.shape)}, k {tuple(k.shape)}; shard with Layout.shard"
+            )
+        if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+            raise ValueError(
+                f"expected q [B, S, N, D] and k, v [B, S, H, D] with N a multiple of H,"
+                f" got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator: what is kept, where, and how it is computed."""
+
+    index: DistanceIndex
+    place: Place
+    kernels: Any
+    scale: float
+    store: IndexStore
+    token: int | None
+
+    def blocks(self, source: int):
+        """BlockIndex of this rank's queries against the keys of a source rank."""
+        layout, ring = self.place
+        device = self.index.hit.device
+        return self.index.blocks(layout.block_starts(ring.rank, device), layout.block_starts(source, device))
+
+    @property
+    def q_starts(self) -> torch.Tensor:
+        return self.place.layout.block_starts(self.place.ring.rank, self.index.hit.device)
+
+
+class _SparseRing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, call: Call):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse = _forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        ctx.call.store.drop(ctx.call.token)
+        delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+        grads = _backward(q, k, v, Tape(dout.contiguous(), lse, delta, ctx.call.scale), ctx.call)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
+
+
+def _forward(q, k, v, call: Call):
+    ring, carry = call.place.ring, None
+    if call.index.columns is not None:
+        gathered = Columns(call.index.columns, *call.place).gather(k, v)
+        carry = call.kernels.columns_forward(q, gathered, call.index.columns, call.q_starts, scale=call.scale)
+    for step, kv in _circulate(k, v, ring):
+        last = step == ring.world - 1
+        carry = call.kernels.blocks_forward(
+            q, kv, call.blocks(ring.source(step)), scale=call.scale, carry=carry,
+            out_dtype=q.dtype if last else torch.float32,
+        )
+    return carry
+
+
+def _backward(q, k, v, tape: Tape, call: Call) -> Grads:
+    ring = call.place.ring
+    dq = torch.zeros(q.shape, device=q.device)
+    home = Exchange(ring)
+    arriving = torch.empty(2, *k.shape, device=k.device) if ring.world > 1 else None
+    for step, kv in _circulate(k, v, ring):
+        dkv = torch.zeros(2, *k.shape, device=k.device)
+        call.kernels.blocks_backward(q, kv, call.blocks(ring.source(step)), tape, Grads(dq, *dkv))
+        if ring.world > 1:
+            if step > 0:  # what the ranks before this one found for the same keys
+                home.wait()
+                dkv += arriving
+            home.start(dkv, arriving)
+    if ring.world > 1:
+        home.wait()  # one hop more brings the sums to the owner
+        dkv = arriving
+    if call.index.columns is not None:
+        columns = Columns(call.index.columns, *call.place)
+        gathered = columns.gather(k, v)
+        found = torch.zeros(gathered.shape, device=k.device)
+        call.kernels.columns_backward(q, gathered, call.index.columns, call.q_starts, tape, Grads(dq, *found))
+        columns.scatter_add(found, *dkv)
+    return Grads(dq, *dkv)
+
+
+def _circulate(k, v, ring: Ring):
+    """Yield (step, (k, v) of the source of that step); the next pair travels while the caller computes."""
+    if ring.world == 1:
+        yield 0, (k, v)
+        return
+    here = torch.stack([k, v])
+    arriving = torch.empty_like(here)
+    exchange = Exchange(ring)
+    for step in range(ring.world):
+        if step + 1 < ring.world:
+            exchange.start(here, arriving)
+        yield step, (here[0], here[1])
+        exchange.wait()
+        here, arriving = arriving, here

@@ -1,0 +1,79 @@
+"""Attention settings: what is kept, how tokens are laid out over the ring, which kernels run.
+
+Plain data, no torch: recipes, the evaluation and the operator share this one dataclass, and it is written into every
+exported checkpoint. It describes the model, never the machine, except `backend`.
+"""
+
+from dataclasses import dataclass
+
+PATTERNS = ("dense", "vertical_slash")
+PLANNED_PATTERNS = ("xattention", "moba")
+LAYOUTS = ("contiguous", "zigzag", "striped")
+BUDGETS = ("top_p", "fixed")
+BACKENDS = ("auto", "torch", "triton")
+PLANNED_BACKENDS = ("cute", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Settings of the sparse attention operator. Lengths are in tokens unless the comment says otherwise.
+
+    Raises ValueError for a value outside its range, naming the value, what was expected and how to fix it.
+    Source of the pattern's parameters: MTraining, section 4.1 and algorithm 1.
+    """
+
+    pattern: str = "vertical_slash"
+    layout: str = "striped"
+    granularity: int | None = None  # length of a stripe; None means `block`
+    block: int = 128  # index resolution of slashes and of every kernel; the paper uses 64
+    budget: str = "top_p"
+    p_v: float = 0.95  # share of attention mass that the kept columns must reach
+    p_s: float = 0.95  # share of attention mass that the kept slash bins must reach
+    k_v: int = 1024  # budget "fixed": columns per head
+    k_s: int = 64  # budget "fixed": slash bins per head, each `block` distances wide
+    cap: int = 4096  # most columns a head may keep; reaching it is counted and logged
+    last_q: int = 64  # queries at the end of the sequence that the estimate looks at
+    sinks: int = 64  # first keys, always kept
+    local: int = 1024  # nearest keys, always kept
+    dense_layers: tuple[int, ...] = ()  # layers that keep every key
+    dense_below: int = 0  # global sequences shorter than this keep every key
+    backend: str = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.dense_layers, list):  # YAML has no tuples
+            object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        _one_of("pattern", self.pattern, PATTERNS, PLANNED_PATTERNS)
+        _one_of("layout", self.layout, LAYOUTS)
+        _one_of("budget", self.budget, BUDGETS)
+        _one_of("backend", self.backend, BACKENDS, PLANNED_BACKENDS)
+        if self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(f"attention.block must be a power of two of at least 16, got {self.block}; use 64 or 128")
+        if self.granularity is not None and (self.granularity < 1 or self.granularity % self.block):
+            raise ValueError(
+                f"attention.granularity must be a multiple of attention.block, got granularity={self.granularity},"
+                f" block={self.block}; lower the block or raise the granularity"
+            )
+        for name in ("p_v", "p_s"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"attention.{name} must lie in (0, 1], got {getattr(self, name)}")
+        for name in ("k_v", "k_s", "cap", "last_q"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"attention.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("sinks", "local", "dense_below"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"attention.{name} must not be negative, got {getattr(self, name)}")
+        if any(not isinstance(layer, int) or layer < 0 for layer in self.dense_layers):
+            raise ValueError(f"attention.dense_layers must list layer numbers from 0, got {list(self.dense_layers)}")
+
+    @property
+    def stripe(self) -> int:
+        """Length of a stripe with the default filled in."""
+        return self.granularity or self.block
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:
+    if value in planned:
+        raise ValueError(f"attention.{name}={value!r} is not available in this version; use one of {', '.join(known)}")
+    if value not in known:
+        raise ValueError(f"attention.{name} must be one of {', '.join(known)}, got {value!r}")

@@ -1,0 +1,241 @@
+"""Device code of block-sparse attention: forward, dQ, and dK with dV.
+
+One program owns a tile of queries (forward, dQ) or of keys (dK, dV) and walks the list of blocks on the other side, so no
+result is shared between programs and nothing is added atomically. Only the block on the diagonal needs a causal mask; it
+stands last in a query block's list and first in a key block's.
+
+Shapes: q, dout, out [B, Sq, N, D]; k, v [B, Sk, H, D]; lse, delta [B, N, Sq]; lists [B, N, blocks, width]. M query rows and
+T key rows a tile, BLOCK tokens a block, G = N / H query heads a key head. All contiguous.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_rows(base, rows, stride, limit, D: tl.constexpr, CHECK: tl.constexpr):
+    """Tile [rows, D]; rows past `limit` are zero where CHECK says that there may be any."""
+    pointers = base + rows.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    if CHECK:
+        return tl.load(pointers, mask=rows[:, None] < limit, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base, rows, stride, limit, tile, D: tl.constexpr):
+    pointers = base + rows.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=rows[:, None] < limit)
+
+
+@triton.jit
+def load_lse(LSE, rows, limit):
+    """Log-sum-exp in base 2; +inf for rows that saw nothing or do not exist, so that their weights are 0."""
+    lse = tl.load(LSE + rows, mask=rows < limit, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def row_bits(BITS, rows, limit, chunk, WORDS):
+    """int1 [rows]: whether each query row sees the given chunk of keys."""
+    word = tl.load(BITS + rows.to(tl.int64) * WORDS + chunk // 32, mask=rows < limit, other=0)
+    return ((word >> (chunk % 32)) & 1) != 0
+
+
+@triton.jit
+def online_softmax(scores, v, m, l, acc, PRECISION: tl.constexpr):
+    """One step of the running softmax (base 2). Rows whose scores are all -inf stay as they are."""
+    m_next = tl.maximum(m, tl.max(scores, 1))
+    m_safe = tl.where(m_next == float("-inf"), 0.0, m_next)
+    p = tl.math.exp2(scores - m_safe[:, None])
+    alpha = tl.math.exp2(m - m_safe)
+    l = l * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m_next, l, acc
+
+
+@triton.jit
+def load_carry(OUT_IN, LSE_IN, rows, stride, limit, D: tl.constexpr):
+    """(m, l, acc) that continue a finished attention: its out with weight 1 at its own log-sum-exp."""
+    m = tl.load(LSE_IN + rows, mask=rows < limit, other=float("-inf")) * LOG2E
+    acc = load_rows(OUT_IN, rows, stride, limit, D, True).to(tl.float32)
+    return m, tl.where(m == float("-inf"), 0.0, 1.0), acc
+
+
+@triton.jit
+def store_softmax(OUT, LSE, rows, stride, limit, state, D: tl.constexpr):
+    m, l, acc = state
+    store_rows(OUT, rows, stride, limit, acc / tl.where(l == 0.0, 1.0, l)[:, None], D)
+    lse = tl.where(l == 0.0, float("-inf"), (m + tl.math.log2(tl.where(l == 0.0, 1.0, l))) * LN2)
+    tl.store(LSE + rows, lse, mask=rows < limit)
+
+
+@triton.jit
+def blocks_forward(
+    Q, K, V, COUNT, INDEX, Q_STARTS, K_STARTS, BITS, OUT_IN, LSE_IN, OUT, LSE,
+    scale, N, H, Sq, Sk, nq, nk, row_chunk, WORDS,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    CARRY: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = nq * (BLOCK // M)
+    head = (tl.program_id(0) // tiles).to(tl.int64)  # b * N + n
+    tile = tiles - 1 - tl.program_id(0) % tiles  # later queries have longer lists: start with them
+    b, n, i = head // N, head % N, tile // (BLOCK // M)
+    rows = tile * M + tl.arange(0, M)
+    Q += b * Sq * N * D + n * D
+    K += b * Sk * H * D + (n * H // N) * D
+    V += b * Sk * H * D + (n * H // N) * D
+    BITS += head * Sq * WORDS
+    INDEX += (head * nq + i) * nk
+    q = load_rows(Q, rows, N * D, Sq, D, True)
+    if CARRY:
+        m, l, acc = load_carry(OUT_IN + b * Sq * N * D + n * D, LSE_IN + head * Sq, rows, N * D, Sq, D)
+    else:
+        m, l, acc = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
+
+    count = tl.load(COUNT + head * nq + i)
+    q_start = tl.load(Q_STARTS + i)
+    last = tl.load(INDEX + tl.maximum(count - 1, 0))
+    diagonal = ((count > 0) & (tl.load(K_STARTS + last) == q_start)).to(tl.int32)
+    for t in range(0, (count - diagonal) * (BLOCK // T)):
+        j = tl.load(INDEX + t // (BLOCK // T))
+        keys = j * BLOCK + (t % (BLOCK // T)) * T + tl.arange(0, T)
+        k = load_rows(K, keys, H * D, Sk, D, False)
+        v = load_rows(V, keys, H * D, Sk, D, False)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2E)
+        if HAS_BITS:
+            seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)
+            scores = tl.where(seen[:, None], scores, float("-inf"))
+        m, l, acc = online_softmax(scores, v, m, l, acc, PRECISION)
+    for t in range(0, diagonal * (BLOCK // T)):
+        keys = last * BLOCK + t * T + tl.arange(0, T)
+        k = load_rows(K, keys, H * D, Sk, D, True)
+        v = load_rows(V, keys, H * D, Sk, D, True)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2E)
+        # both blocks start at the same token, so places inside the block compare as positions do
+        seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
+        if HAS_BITS:
+            seen &= row_bits(BITS, rows, Sq, q_start // row_chunk, WORDS)[:, None]
+        m, l, acc = online_softmax(tl.where(seen, scores, float("-inf")), v, m, l, acc, PRECISION)
+    store_softmax(OUT + b * Sq * N * D + n * D, LSE + head * Sq, rows, N * D, Sq, (m, l, acc), D)
+
+
+@triton.jit
+def add_dq(q, dout, k, v, lse, delta, seen, dq, scale, MASK: tl.constexpr, PRECISION: tl.constexpr):
+    """dq (without the factor `scale`) of one tile of keys."""
+    p = tl.math.exp2(tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2E) - lse[:, None])
+    if MASK:
+        p = tl.where(seen, p, 0.0)
+    dp = tl.dot(dout, v.T, input_precision=PRECISION)
+    return tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def blocks_dq(
+    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, Q_STARTS, K_STARTS, BITS, DQ,
+    scale, N, H, Sq, Sk, nq, nk, row_chunk, WORDS,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = nq * (BLOCK // M)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    b, n, i = head // N, head % N, tile // (BLOCK // M)
+    rows = tile * M + tl.arange(0, M)
+    own = b * Sq * N * D + n * D
+    K += b * Sk * H * D + (n * H // N) * D
+    V += b * Sk * H * D + (n * H // N) * D
+    BITS += head * Sq * WORDS
+    INDEX += (head * nq + i) * nk
+    q, dout = load_rows(Q + own, rows, N * D, Sq, D, True), load_rows(DOUT + own, rows, N * D, Sq, D, True)
+    lse = load_lse(LSE + head * Sq, rows, Sq)
+    delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
+    dq = tl.zeros([M, D], tl.float32)
+
+    count = tl.load(COUNT + head * nq + i)
+    q_start = tl.load(Q_STARTS + i)
+    last = tl.load(INDEX + tl.maximum(count - 1, 0))
+    diagonal = ((count > 0) & (tl.load(K_STARTS + last) == q_start)).to(tl.int32)
+    for t in range(0, (count - diagonal) * (BLOCK // T)):
+        j = tl.load(INDEX + t // (BLOCK // T))
+        keys = j * BLOCK + (t % (BLOCK // T)) * T + tl.arange(0, T)
+        k = load_rows(K, keys, H * D, Sk, D, False)
+        v = load_rows(V, keys, H * D, Sk, D, False)
+        seen = tl.full([M, 1], 1, tl.int1)
+        if HAS_BITS:
+            seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)[:, None]
+        dq = add_dq(q, dout, k, v, lse, delta, seen, dq, scale, HAS_BITS, PRECISION)
+    for t in range(0, diagonal * (BLOCK // T)):
+        keys = last * BLOCK + t * T + tl.arange(0, T)
+        k = load_rows(K, keys, H * D, Sk, D, True)
+        v = load_rows(V, keys, H * D, Sk, D, True)
+        seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
+        if HAS_BITS:
+            seen &= row_bits(BITS, rows, Sq, q_start // row_chunk, WORDS)[:, None]
+        dq = add_dq(q, dout, k, v, lse, delta, seen, dq, scale, True, PRECISION)
+    dq = dq * scale + load_rows(DQ + own, rows, N * D, Sq, D, True)
+    store_rows(DQ + own, rows, N * D, Sq, dq, D)
+
+
+@triton.jit
+def add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, MASK: tl.constexpr, PRECISION: tl.constexpr):
+    """dk (without the factor `scale`) and dv of one tile of queries; scores are held transposed, [T, M]."""
+    p = tl.math.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) - lse[None, :])
+    if MASK:
+        p = tl.where(seen, p, 0.0)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    dp = tl.dot(v, dout.T, input_precision=PRECISION)
+    dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def blocks_dkv(
+    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, Q_STARTS, K_STARTS, BITS, DK, DV,
+    scale, N, H, Sq, Sk, nq, nk, row_chunk, WORDS,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+    EVEN: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = nk * (BLOCK // T)
+    kv_head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
+    tile = tl.program_id(0) % tiles  # earlier keys have longer lists
+    b, h, j = kv_head // H, kv_head % H, tile // (BLOCK // T)
+    keys = tile * T + tl.arange(0, T)
+    own = b * Sk * H * D + h * D
+    k, v = load_rows(K + own, keys, H * D, Sk, D, True), load_rows(V + own, keys, H * D, Sk, D, True)
+    k_start = tl.load(K_STARTS + j)
+    dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
+    for g in range(0, G):
+        n = h * G + g
+        head = b * N + n
+        shard = b * Sq * N * D + n * D
+        listed = INDEX + (head * nk + j) * nq
+        count = tl.load(COUNT + head * nk + j)
+        first = tl.load(listed)
+        diagonal = ((count > 0) & (tl.load(Q_STARTS + first) == k_start)).to(tl.int32)
+        for t in range(0, diagonal * (BLOCK // M)):
+            rows = first * BLOCK + t * M + tl.arange(0, M)
+            q = load_rows(Q + shard, rows, N * D, Sq, D, True)
+            dout = load_rows(DOUT + shard, rows, N * D, Sq, D, True)
+            lse = load_lse(LSE + head * Sq, rows, Sq)
+            delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
+            seen = (t * M + tl.arange(0, M))[None, :] >= (keys - j * BLOCK)[:, None]
+            if HAS_BITS:
+                seen &= row_bits(BITS + head * Sq * WORDS, rows, Sq, k_start // row_chunk, WORDS)[None, :]
+            dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, True, PRECISION)
+        for t in range(diagonal * (BLOCK // M), count * (BLOCK // M)):
+            rows = tl.load(listed + t // (BLOCK // M)) * BLOCK + (t % (BLOCK // M)) * M + tl.arange(0, M)
+            q = load_rows(Q + shard, rows, N * D, Sq, D, not EVEN)
+            dout = load_rows(DOUT + shard, rows, N * D, Sq, D, not EVEN)
+            lse = load_lse(LSE + head * Sq, rows, Sq)
+            delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
+            seen = tl.full([1, M], 1, tl.int1)
+            if HAS_BITS:
+                seen = row_bits(BITS + head * Sq * WORDS, rows, Sq, k_start // row_chunk, WORDS)[None, :]
+            dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, HAS_BITS, PRECISION)
+    dk = dk * scale + load_rows(DK + own, keys, H * D, Sk, D, True)
+    dv = dv + load_rows(DV + own, keys, H * D, Sk, D, True)
+    store_rows(DK + own, keys, H * D, Sk, dk, D)
+    store_rows(DV + own, keys, H * D, Sk, dv, D)

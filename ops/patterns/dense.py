@@ -1,0 +1,8 @@
+"""Every causal key: the index of full attention, so that dense layers run through the same ring and kernels."""
+
+from mtraining_nns.ops.index import DistanceIndex
+
+
+def build(q, k, place, config, scale) -> DistanceIndex:
+    """Keep all; q, k only tell the batch, heads and device."""
+    return DistanceIndex.dense(q.shape[0], q.shape[2], place.layout.global_blocks, place.layout.block, q.device)

@@ -1,0 +1,167 @@
+"""Vertical-slash: a few key columns and a few diagonals, estimated online from the last queries.
+
+    A  = softmax(q[-last_q:] k^T * scale + causal)                      over the whole sequence, all ranks
+    columns   sum of A over the queries                                  one entry per key
+    slashes   sum of A along diagonals, pooled into bins of `block`      bin b: distances [b * block, (b + 1) * block)
+
+Top-p keeps the fewest largest entries whose mass reaches p, the entry that crosses p included; a fixed budget keeps the k
+largest. A kept bin keeps block diagonals b and b + 1, which together cover each of its distances. Sinks, the local band
+and the main diagonal are added after the budgets. Source: MTraining, algorithm 1.
+
+Columns are chosen from each rank's own best `cap`, which contain the global best `cap`. Bins are summed over the ring
+before the budget, since one diagonal crosses all ranks. Ties go to the earlier key and the shorter distance. Nothing
+waits for the device. Peak memory is a few fp32 tensors of last_q x local length.
+"""
+
+import torch
+
+from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
+from mtraining_nns.ops.patterns import Place
+
+CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating
+
+
+def build(q, k, place: Place, config: AttentionConfig, scale: float) -> DistanceIndex:
+    """q [B, S_local, N, D], k [B, S_local, H, D] -> index of the global sequence."""
+    columns, bins = masses(q, k, place, config, scale)
+    hit = _slashes(bins, place.layout.seq_len, config)
+    position, count, capped = _columns(columns, place, config)
+    column_index = ColumnIndex(position=position, count=count, hit=hit, block=config.block)
+    return DistanceIndex(hit=hit, block=config.block, columns=column_index, capped=capped)
+
+
+def masses(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention mass of the last queries.
+
+    Returns columns fp32 [B, N, S_local], of this rank's keys (-1 at padding), and bins fp32 [B, N, n], of the whole ring.
+    """
+    layout, ring = place
+    queries, rows = _last_queries(q, place, config.last_q)
+    keys = layout.positions(ring.rank, q.device)[: k.shape[1]]
+    lse = torch.cat([torch.logsumexp(s, -1) for _, s in _scores(queries, k, rows, keys, scale)], 1)
+    lse = torch.logsumexp(torch.stack(ring.gather(lse)), 0)
+    columns = torch.full((q.shape[0], q.shape[2], k.shape[1]), -1.0, device=q.device)
+    bins = torch.zeros(q.shape[0], q.shape[2], layout.global_blocks + 1, device=q.device)
+    pooling = _Pooling(rows, layout.block_starts(ring.rank, q.device), config.block)
+    for heads, scores in _scores(queries, k, rows, keys, scale):
+        weights = torch.exp(scores - lse[:, heads, :, None])
+        columns[:, heads] = weights.sum(2)
+        pooling.add(weights, bins[:, heads])
+    columns.masked_fill_(keys >= layout.seq_len, -1.0)
+    return columns, ring.sum(bins)[..., :-1]
+
+
+def _last_queries(q, place: Place, last_q: int) -> tuple[torch.Tensor, range]:
+    """fp32 [B, L, N, D] of the last real queries, whole on every rank, and their global positions."""
+    layout, ring = place
+    first = max(0, layout.seq_len - last_q)
+    rows = torch.arange(first, layout.seq_len, device=q.device)
+    owner, local = layout.locate(rows)
+    mine = owner == ring.rank
+    found = q[:, torch.where(mine, local, 0)].float() * mine[:, None, None]
+    return ring.sum(found), range(first, layout.seq_len)
+
+
+def _scores(queries, k, rows, keys, scale):
+    """Yield (heads, fp32 [B, heads, L, S_local]): causal scores of a few query heads of one kv group at a time."""
+    group = queries.shape[2] // k.shape[2]
+    fits = max(1, CHUNK_ELEMENTS // (queries.shape[0] * queries.shape[1] * k.shape[1]))
+    step = max(n for n in range(1, group + 1) if group % n == 0 and n <= fits)
+    later = keys > torch.arange(rows.start, rows.stop, device=keys.device)[:, None]
+    for head in range(k.shape[2]):
+        kv = k[:, :, head].float().transpose(1, 2)[:, None]
+        for first in range(head * group, (head + 1) * group, step):
+            heads = slice(first, first + step)
+            scores = queries[:, :, heads].transpose(1, 2) @ kv
+            yield heads, scores.mul_(scale).masked_fill_(later, -torch.inf)
+
+
+class _Pooling:
+    """Sums attention weights along diagonals into bins of `block` distances.
+
+    Query p = i * block + o and key c = j * block + b have distance (i - j) * block + o - b: bin i - j where b <= o, bin
+    i - j - 1 elsewhere. So each key block of a query splits into two bins, and queries of one block i share them.
+    """
+
+    def __init__(self, rows: range, starts: torch.Tensor, block: int):
+        self.block, self.blocks = block, starts.long() // block
+        self.runs = {}  # query block -> its part of the last queries
+        for query_block in range(rows.start // block, (rows.stop - 1) // block + 1):
+            first, last = max(rows.start, query_block * block), min(rows.stop, (query_block + 1) * block)
+            self.runs[query_block] = slice(first - rows.start, last - rows.start)
+        offsets = torch.arange(rows.start, rows.stop, device=starts.device) % block
+        self.near = (torch.arange(block, device=starts.device) <= offsets[:, None]).float()
+
+    def add(self, weights: torch.Tensor, bins: torch.Tensor) -> None:
+        """Add weights [B, h, L, S_local] into bins [B, h, n + 1]; the last bin collects nothing."""
+        weights = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % self.block)).unflatten(-1, (-1, self.block))
+        low, total = torch.einsum("bhqjt,qt->bhqj", weights, self.near), weights.sum(-1)
+        last = bins.shape[-1] - 1
+        for block, run in self.runs.items():
+            distance = block - self.blocks
+            # a key block later than the query holds no weight; every target bin occurs once, so the sum has one order
+            bins.index_add_(-1, torch.where(distance >= 0, distance, last), low[:, :, run].sum(2))
+            high = (total - low)[:, :, run].sum(2)
+            bins.index_add_(-1, torch.where(distance >= 1, distance - 1, last), high)
+
+
+def _slashes(bins, seq_len: int, config: AttentionConfig):
+    """bool [B, N, n]: kept block diagonals."""
+    num_bins = -(-seq_len // config.block)  # padding adds blocks, not bins
+    order, mass = _descending(bins[..., :num_bins])
+    kept = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, config.k_s, config)
+    near = torch.arange(bins.shape[-1], device=bins.device) < -(-config.local // config.block)
+    hit = near.expand(bins.shape).clone()
+    hit[..., :num_bins] |= torch.zeros_like(kept).scatter_(-1, order, kept)
+    hit[..., 1:] |= hit[..., :-1].clone()
+    hit[..., 0] = True
+    return hit
+
+
+def _columns(mass, place: Place, config: AttentionConfig):
+    """(position int32 [B, N, C], count int32 [B, N], capped int32): the kept columns of the whole ring and the sinks."""
+    layout, ring = place
+    cap, sinks = min(config.cap, layout.seq_len), min(config.sinks, layout.seq_len)
+    order, best = _descending(mass)
+    order, best = order[..., :cap], best[..., :cap]
+    position = layout.positions(ring.rank, mass.device)[order]
+    best, position = (torch.cat(ring.gather(x), -1) for x in (best, position))
+    by_position = position.argsort(-1)  # ties of mass then go to the earlier key on any number of ranks
+    best, position = best.gather(-1, by_position), position.gather(-1, by_position)
+    order, best = _descending(best)
+    order, best = order[..., :cap], best[..., :cap]
+    # the weights of a query sum to one, so the total mass is the number of queries
+    total = torch.full_like(best[..., :1], min(config.last_q, layout.seq_len))
+    kept = _within_budget(best, total, config.p_v, config.k_v, config)
+    capped = _short_of_budget(best, total, layout.seq_len, config)
+    position = position.gather(-1, order)
+    position = torch.where(kept & (best >= 0) & (position >= sinks), position, NO_COLUMN)
+    leading = torch.arange(sinks, device=mass.device).expand(*mass.shape[:2], -1)
+    position = torch.cat([leading, position], -1).sort(-1).values.to(torch.int32)
+    return position, (position != NO_COLUMN).sum(-1, dtype=torch.int32), capped
+
+
+def _descending(mass):
+    """(order, mass in that order), largest first, equal entries in their own order."""
+    mass, order = mass.sort(dim=-1, descending=True, stable=True)
+    return order, mass
+
+
+def _within_budget(mass, total, share: float, budget: int, config: AttentionConfig):
+    """bool like mass (descending): the entries that a budget keeps."""
+    rank = torch.arange(mass.shape[-1], device=mass.device)
+    if config.budget == "fixed":
+        return (rank < budget).expand(mass.shape)
+    if share == 1.0:
+        return torch.ones_like(mass, dtype=torch.bool)
+    before = mass.clamp_min(0).cumsum(-1) - mass.clamp_min(0)
+    return before < share * total
+
+
+def _short_of_budget(best, total, seq_len: int, config: AttentionConfig):
+    """int32 scalar: heads that wanted more columns than the cap allows. best: masses of the columns within the cap."""
+    if config.budget == "fixed" or config.p_v == 1.0:
+        wanted = config.k_v if config.budget == "fixed" else seq_len
+        return torch.full((), best[..., 0].numel() * (min(wanted, seq_len) > config.cap), dtype=torch.int32)
+    return (best.clamp_min(0).sum(-1, keepdim=True) < config.p_v * total).sum(dtype=torch.int32)

@@ -1,0 +1,61 @@
+"""The index of a forward pass, kept until the backward pass runs that forward again.
+
+Under activation checkpointing (`torch.utils.checkpoint`, use_reentrant=False) a layer's forward runs a second time inside
+the backward pass. Estimating again would cost the estimate twice, put its collectives inside the recomputation, and pick
+other columns where two masses tie. So the first run leaves its index here and the second takes it back. An index is a
+few megabytes at most, tiny beside a layer's activations.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+Kept = Any  # what the operator kept of a call: index and layout
+MOST_PENDING = 8  # forward passes of one layer that may wait for their backward pass
+
+
+class IndexStore:
+    """Last-in first-out per layer, since the backward pass visits the calls of a layer in reverse order."""
+
+    def __init__(self):
+        self.pending: dict[int, list[tuple[int, Kept]]] = {}
+        self.tokens = itertools.count()
+
+    def take_or_build(
+        self, layer: int, build: Callable[[], Kept], *, keep: bool
+    ) -> tuple[int | None, Kept]:
+        """(token, kept): inside a backward pass the stored one, else a new one, stored if `keep`.
+
+        Raises RuntimeError in a backward pass that finds nothing: the forward ran without gradients (reentrant
+        checkpointing), or more than MOST_PENDING forward passes of the layer came before.
+        """
+        waiting = self.pending.setdefault(layer, [])
+        if in_backward():
+            if not waiting:
+                raise RuntimeError(
+                    f"layer {layer}: the forward pass that is being recomputed left no index; use activation checkpointing"
+                    f" with use_reentrant=False and at most {MOST_PENDING} forward passes before their backward passes"
+                )
+            return None, waiting.pop()[1]
+        with torch.no_grad():
+            kept = build()
+        if not keep:
+            return None, kept
+        token = next(self.tokens)
+        waiting.append((token, kept))
+        del waiting[:-MOST_PENDING]
+        return token, kept
+
+    def drop(self, token: int | None) -> None:
+        """Forget an index whose backward pass has come without a recomputation."""
+        if token is not None:
+            for waiting in self.pending.values():
+                waiting[:] = [entry for entry in waiting if entry[0] != token]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside an autograd backward pass."""
+    return torch._C._current_graph_task_id() != -1
