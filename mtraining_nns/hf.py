@@ -74,13 +74,17 @@ def check_model(model: nn.Module) -> None:
             f'the model was loaded with attn_implementation="{config._attn_implementation}",'
             f' expected "{NAME}"; pass attn_implementation="{NAME}" to from_pretrained or from_config'
         )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or getattr(config, "use_sliding_window", False):
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
+        config, "use_sliding_window", False
+    ):
         raise ValueError(
             "the model uses sliding-window attention, expected full attention in every layer; set use_sliding_window=false"
             " in its config if you mean to train it without windows"
         )
     if not _attention_layers(model):
-        raise ValueError(f"{type(model).__name__} has no attention layer of the Qwen2 or Llama kind (q_proj, layer_idx)")
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer of the Qwen2 or Llama kind (q_proj, layer_idx)"
+        )
 
 
 def rope_check(model: nn.Module) -> None:
@@ -92,7 +96,9 @@ def rope_check(model: nn.Module) -> None:
         if not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
             continue
         if module.inv_freq.dtype != torch.float32:
-            raise ValueError(f"{name}.inv_freq is {module.inv_freq.dtype}, expected torch.float32; cast parameters only")
+            raise ValueError(
+                f"{name}.inv_freq is {module.inv_freq.dtype}, expected torch.float32; cast parameters only"
+            )
         with torch.device("cpu"):
             expected = type(module)(config=module.config).inv_freq
         if not torch.equal(module.inv_freq.cpu(), expected):
@@ -105,8 +111,10 @@ def rope_check(model: nn.Module) -> None:
 def attention_forward(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """transformers' attention interface: query [B, N, S, D], key and value [B, H, S, D] -> ([B, S, N, D], None)."""
     if attention_mask is not None:
-        raise ValueError('attn_implementation="mtraining" takes no attention mask, got one of shape '
-                         f"{tuple(attention_mask.shape)}; give whole sequences without padding")
+        raise ValueError(
+            'attn_implementation="mtraining" takes no attention mask, got one of shape '
+            f"{tuple(attention_mask.shape)}; give whole sequences without padding"
+        )
     for name in REFUSED:
         if kwargs.get(name):
             raise ValueError(f'attn_implementation="mtraining" does not do {name}, got {kwargs[name]!r}')

@@ -41,6 +41,8 @@ class Operator:
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
         self.config, self.ring = config, ring
         self.backend, self.reason = kernels.choose_backend(device_type, config.backend)
+        if config.deterministic and (self.backend, device_type) == ("torch", "cuda"):
+            raise ValueError("the torch backend is not deterministic on CUDA; use attention.backend=triton, or the CPU")
         self.kernels = kernels.load(self.backend)
         self.store = IndexStore()
         self.last: dict[int, tuple[DistanceIndex, Layout]] = {}  # what each layer kept last, for read_stats
@@ -52,6 +54,7 @@ class Operator:
         scale: of the scores, D ** -0.5 by default.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = _one_dtype(q, k, v)
 
         def build():
             layout = self.layout(seq_len or q.shape[1])
@@ -66,7 +69,10 @@ class Operator:
     def layout(self, seq_len: int) -> Layout:
         """Layout of a global sequence on this ring."""
         return Layout(
-            seq_len=seq_len, world=self.ring.world, kind=self.config.layout, block=self.config.block,
+            seq_len=seq_len,
+            world=self.ring.world,
+            kind=self.config.layout,
+            block=self.config.block,
             granularity=self.config.stripe,
         )
 
@@ -101,6 +107,15 @@ class Operator:
                 f"expected q [B, S, N, D] and k, v [B, S, H, D] with N a multiple of H,"
                 f" got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
+
+
+def _one_dtype(q, k, v):
+    """The inputs as they are, or in the dtype of an autocast region, as PyTorch's own attention takes them."""
+    if torch.is_autocast_enabled(q.device.type):
+        return tuple(x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    return q, k, v
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,11 @@ def _forward(q, k, v, call: Call):
     for step, kv in _circulate(k, v, ring):
         last = step == ring.world - 1
         carry = call.kernels.blocks_forward(
-            q, kv, call.blocks(ring.source(step)), scale=call.scale, carry=carry,
+            q,
+            kv,
+            call.blocks(ring.source(step)),
+            scale=call.scale,
+            carry=carry,
             out_dtype=q.dtype if last else torch.float32,
         )
     return carry

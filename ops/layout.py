@@ -38,7 +38,9 @@ class Layout:
         if self.seq_len < 1 or self.world < 1 or self.block < 1:
             raise ValueError(f"layout needs a length, world and block of at least 1, got {self}")
         if self.stripe % self.block:
-            raise ValueError(f"granularity must be a multiple of block, got granularity={self.stripe}, block={self.block}")
+            raise ValueError(
+                f"granularity must be a multiple of block, got granularity={self.stripe}, block={self.block}"
+            )
 
     @property
     def stripe(self) -> int:

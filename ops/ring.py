@@ -8,6 +8,7 @@ world. At step t a rank works on the keys of source (rank - t) mod world while t
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,11 @@ class Ring:
         return cls()
 
     @classmethod
-    def create(cls, size: int) -> "Ring":
+    def create(cls, size: int, timeout: timedelta | None = None) -> "Ring":
         """Cut the world into rings of `size` neighbouring ranks, connect them, and return this rank's ring.
 
-        Collective: every rank of the world calls it once, with the same size. Raises ValueError if the world cannot be cut.
+        Collective: every rank of the world calls it once, with the same size. `timeout` is how long an exchange may take
+        before it is an error. Raises ValueError if the world cannot be cut.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if size < 1 or world % size:
@@ -44,7 +46,7 @@ class Ring:
         mine = None
         for first in range(0, world, size):
             ranks = tuple(range(first, first + size))
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), timeout=timeout)
             if dist.get_rank() in ranks:
                 mine = cls(ranks.index(dist.get_rank()), ranks, group)
         mine._connect()
@@ -90,10 +92,12 @@ class Exchange:
         ring = self.ring
         following, previous = ring.ranks[(ring.rank + 1) % ring.world], ring.ranks[(ring.rank - 1) % ring.world]
         self.buffers = send, receive  # alive until both have arrived
-        self.pending = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, send, following, ring.group),
-            dist.P2POp(dist.irecv, receive, previous, ring.group),
-        ])
+        self.pending = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, send, following, ring.group),
+                dist.P2POp(dist.irecv, receive, previous, ring.group),
+            ]
+        )
 
     def wait(self) -> None:
         for work in self.pending:

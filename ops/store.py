@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-
 Kept = Any  # what the operator kept of a call: index and layout
 MOST_PENDING = 8  # forward passes of one layer that may wait for their backward pass
 
@@ -24,9 +23,7 @@ class IndexStore:
         self.pending: dict[int, list[tuple[int, Kept]]] = {}
         self.tokens = itertools.count()
 
-    def take_or_build(
-        self, layer: int, build: Callable[[], Kept], *, keep: bool
-    ) -> tuple[int | None, Kept]:
+    def take_or_build(self, layer: int, build: Callable[[], Kept], *, keep: bool) -> tuple[int | None, Kept]:
         """(token, kept): inside a backward pass the stored one, else a new one, stored if `keep`.
 
         Raises RuntimeError in a backward pass that finds nothing: the forward ran without gradients (reentrant

@@ -48,6 +48,11 @@ def choose_backend(device_type: str, backend: str = "auto") -> tuple[str, str]:
         )
     if importlib.util.find_spec("triton") is None:
         raise ValueError("no attention kernels for CUDA: triton is not installed; pip install triton")
+    if torch.cuda.get_device_capability() < (8, 0):
+        raise ValueError(
+            f"the triton backend needs compute capability 8.0 or newer, got {torch.cuda.get_device_capability()};"
+            " use attention.backend=torch"
+        )
     return "triton", "asked for" if backend == "triton" else "the default for CUDA devices"
 
 

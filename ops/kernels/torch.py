@@ -124,12 +124,12 @@ def _scatter(total, listed, part):
 
 def _scores(q, k, row, scale):
     queries = q[:, row.tokens].float().transpose(1, 2)
-    return (queries @ k.transpose(-1, -2) * scale).masked_fill_(~row.keep, -torch.inf)
+    return (queries @ k.transpose(-1, -2)).mul_(scale).masked_fill_(~row.keep, -torch.inf)
 
 
 def _softmax(scores, v) -> Partial:
     lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
+    weights = scores.sub_(lse.nan_to_num(neginf=0.0)[..., None]).exp_()
     return Partial((weights @ v).transpose(1, 2), lse)
 
 
@@ -137,8 +137,8 @@ def _row_grads(q, kv, row, tape: Tape) -> Grads:
     k, v = kv
     lse, delta = (x[:, :, row.tokens, None] for x in (tape.lse, tape.delta))
     dout = tape.dout[:, row.tokens].float().transpose(1, 2)
-    weights = torch.exp(_scores(q, k, row, tape.scale) - lse.nan_to_num(neginf=0.0))
-    dscores = weights * (dout @ v.transpose(-1, -2) - delta) * tape.scale
+    weights = _scores(q, k, row, tape.scale).sub_(lse.nan_to_num(neginf=0.0)).exp_()
+    dscores = (dout @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(tape.scale)
     queries = q[:, row.tokens].float().transpose(1, 2)
     return Grads((dscores @ k).transpose(1, 2), dscores.transpose(-1, -2) @ queries, weights.transpose(-1, -2) @ dout)
 

@@ -26,12 +26,12 @@ class Tiles(NamedTuple):
 
 # 16-bit inputs on Hopper by (kernel, head dim); chosen by tests/bench/attention.py --sweep
 TILES = {
-    ("forward", 64): Tiles(128, 64, 4, 3),
-    ("forward", 128): Tiles(128, 64, 8, 3),
-    ("dq", 64): Tiles(128, 64, 4, 3),
-    ("dq", 128): Tiles(128, 64, 8, 3),
-    ("dkv", 64): Tiles(64, 128, 4, 3),
-    ("dkv", 128): Tiles(64, 128, 8, 3),
+    ("forward", 64): Tiles(128, 128, 4, 3),
+    ("forward", 128): Tiles(128, 32, 4, 3),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(128, 128, 8, 2),
+    ("dkv", 64): Tiles(64, 64, 4, 3),
+    ("dkv", 128): Tiles(64, 64, 4, 2),
 }
 PORTABLE = Tiles(64, 32, 4, 1)  # fp32 inputs and small head dims: few registers and little shared memory
 
@@ -112,7 +112,9 @@ def columns_backward(q, kv, columns: ColumnIndex, q_starts, tape: Tape, grads: G
 
 def _check(q, kv, block: int):
     if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"the triton backend does head dims {HEAD_DIMS}, got {q.shape[3]}; use attention.backend=torch")
+        raise ValueError(
+            f"the triton backend does head dims {HEAD_DIMS}, got {q.shape[3]}; use attention.backend=torch"
+        )
     if block > 128 and block % 128:
         raise ValueError(f"the triton backend needs a block of 16 to 128 or a multiple of 128, got {block}")
     return q.contiguous(), tuple(x.contiguous() for x in kv)

@@ -16,18 +16,27 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_rows(base, rows, stride, limit, D: tl.constexpr, CHECK: tl.constexpr):
-    """Tile [rows, D]; rows past `limit` are zero where CHECK says that there may be any."""
-    pointers = base + rows.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+def tile_pointers(base, first, stride, ROWS: tl.constexpr, D: tl.constexpr):
+    """Pointers to rows first .. first + ROWS of a [rows, D] matrix.
+
+    The 64-bit product is one scalar; the offsets inside the tile fit 32 bits and leave the loop.
+    """
+    return base + tl.cast(first, tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def load_rows(base, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr):
+    """Tile [ROWS, D]; rows past `limit` are zero where CHECK says that there may be any."""
+    pointers = tile_pointers(base, first, stride, ROWS, D)
     if CHECK:
-        return tl.load(pointers, mask=rows[:, None] < limit, other=0.0)
+        return tl.load(pointers, mask=(first + tl.arange(0, ROWS))[:, None] < limit, other=0.0)
     return tl.load(pointers)
 
 
 @triton.jit
-def store_rows(base, rows, stride, limit, tile, D: tl.constexpr):
-    pointers = base + rows.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=rows[:, None] < limit)
+def store_rows(base, first, stride, limit, tile, ROWS: tl.constexpr, D: tl.constexpr):
+    pointers = tile_pointers(base, first, stride, ROWS, D)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(first + tl.arange(0, ROWS))[:, None] < limit)
 
 
 @triton.jit
@@ -45,11 +54,14 @@ def row_bits(BITS, rows, limit, chunk, WORDS):
 
 
 @triton.jit
-def online_softmax(scores, v, m, l, acc, PRECISION: tl.constexpr):
-    """One step of the running softmax (base 2). Rows whose scores are all -inf stay as they are."""
-    m_next = tl.maximum(m, tl.max(scores, 1))
+def online_softmax(scores, factor, v, m, l, acc, PRECISION: tl.constexpr):
+    """One step of the running softmax of scores * factor, in base 2. Rows that see nothing stay as they are.
+
+    The factor is positive, so it can follow the maximum and join the subtraction in one instruction.
+    """
+    m_next = tl.maximum(m, tl.max(scores, 1) * factor)
     m_safe = tl.where(m_next == float("-inf"), 0.0, m_next)
-    p = tl.math.exp2(scores - m_safe[:, None])
+    p = tl.math.exp2(scores * factor - m_safe[:, None])
     alpha = tl.math.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
@@ -57,17 +69,19 @@ def online_softmax(scores, v, m, l, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_carry(OUT_IN, LSE_IN, rows, stride, limit, D: tl.constexpr):
+def load_carry(OUT_IN, LSE_IN, first, stride, limit, M: tl.constexpr, D: tl.constexpr):
     """(m, l, acc) that continue a finished attention: its out with weight 1 at its own log-sum-exp."""
+    rows = first + tl.arange(0, M)
     m = tl.load(LSE_IN + rows, mask=rows < limit, other=float("-inf")) * LOG2E
-    acc = load_rows(OUT_IN, rows, stride, limit, D, True).to(tl.float32)
+    acc = load_rows(OUT_IN, first, stride, limit, M, D, True).to(tl.float32)
     return m, tl.where(m == float("-inf"), 0.0, 1.0), acc
 
 
 @triton.jit
-def store_softmax(OUT, LSE, rows, stride, limit, state, D: tl.constexpr):
+def store_softmax(OUT, LSE, first, stride, limit, state, M: tl.constexpr, D: tl.constexpr):
     m, l, acc = state
-    store_rows(OUT, rows, stride, limit, acc / tl.where(l == 0.0, 1.0, l)[:, None], D)
+    rows = first + tl.arange(0, M)
+    store_rows(OUT, first, stride, limit, acc / tl.where(l == 0.0, 1.0, l)[:, None], M, D)
     lse = tl.where(l == 0.0, float("-inf"), (m + tl.math.log2(tl.where(l == 0.0, 1.0, l))) * LN2)
     tl.store(LSE + rows, lse, mask=rows < limit)
 
@@ -89,9 +103,9 @@ def blocks_forward(
     V += b * Sk * H * D + (n * H // N) * D
     BITS += head * Sq * WORDS
     INDEX += (head * nq + i) * nk
-    q = load_rows(Q, rows, N * D, Sq, D, True)
+    q = load_rows(Q, tile * M, N * D, Sq, M, D, True)
     if CARRY:
-        m, l, acc = load_carry(OUT_IN + b * Sq * N * D + n * D, LSE_IN + head * Sq, rows, N * D, Sq, D)
+        m, l, acc = load_carry(OUT_IN + b * Sq * N * D + n * D, LSE_IN + head * Sq, tile * M, N * D, Sq, M, D)
     else:
         m, l, acc = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
 
@@ -101,25 +115,24 @@ def blocks_forward(
     diagonal = ((count > 0) & (tl.load(K_STARTS + last) == q_start)).to(tl.int32)
     for t in range(0, (count - diagonal) * (BLOCK // T)):
         j = tl.load(INDEX + t // (BLOCK // T))
-        keys = j * BLOCK + (t % (BLOCK // T)) * T + tl.arange(0, T)
-        k = load_rows(K, keys, H * D, Sk, D, False)
-        v = load_rows(V, keys, H * D, Sk, D, False)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2E)
+        first = j * BLOCK + (t % (BLOCK // T)) * T
+        k = load_rows(K, first, H * D, Sk, T, D, False)
+        v = load_rows(V, first, H * D, Sk, T, D, False)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
         if HAS_BITS:
             seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)
             scores = tl.where(seen[:, None], scores, float("-inf"))
-        m, l, acc = online_softmax(scores, v, m, l, acc, PRECISION)
+        m, l, acc = online_softmax(scores, scale * LOG2E, v, m, l, acc, PRECISION)
     for t in range(0, diagonal * (BLOCK // T)):
-        keys = last * BLOCK + t * T + tl.arange(0, T)
-        k = load_rows(K, keys, H * D, Sk, D, True)
-        v = load_rows(V, keys, H * D, Sk, D, True)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2E)
+        k = load_rows(K, last * BLOCK + t * T, H * D, Sk, T, D, True)
+        v = load_rows(V, last * BLOCK + t * T, H * D, Sk, T, D, True)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
         # both blocks start at the same token, so places inside the block compare as positions do
         seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
         if HAS_BITS:
             seen &= row_bits(BITS, rows, Sq, q_start // row_chunk, WORDS)[:, None]
-        m, l, acc = online_softmax(tl.where(seen, scores, float("-inf")), v, m, l, acc, PRECISION)
-    store_softmax(OUT + b * Sq * N * D + n * D, LSE + head * Sq, rows, N * D, Sq, (m, l, acc), D)
+        m, l, acc = online_softmax(tl.where(seen, scores, float("-inf")), scale * LOG2E, v, m, l, acc, PRECISION)
+    store_softmax(OUT + b * Sq * N * D + n * D, LSE + head * Sq, tile * M, N * D, Sq, (m, l, acc), M, D)
 
 
 @triton.jit
@@ -149,7 +162,10 @@ def blocks_dq(
     V += b * Sk * H * D + (n * H // N) * D
     BITS += head * Sq * WORDS
     INDEX += (head * nq + i) * nk
-    q, dout = load_rows(Q + own, rows, N * D, Sq, D, True), load_rows(DOUT + own, rows, N * D, Sq, D, True)
+    q, dout = (
+        load_rows(Q + own, tile * M, N * D, Sq, M, D, True),
+        load_rows(DOUT + own, tile * M, N * D, Sq, M, D, True),
+    )
     lse = load_lse(LSE + head * Sq, rows, Sq)
     delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
     dq = tl.zeros([M, D], tl.float32)
@@ -160,23 +176,22 @@ def blocks_dq(
     diagonal = ((count > 0) & (tl.load(K_STARTS + last) == q_start)).to(tl.int32)
     for t in range(0, (count - diagonal) * (BLOCK // T)):
         j = tl.load(INDEX + t // (BLOCK // T))
-        keys = j * BLOCK + (t % (BLOCK // T)) * T + tl.arange(0, T)
-        k = load_rows(K, keys, H * D, Sk, D, False)
-        v = load_rows(V, keys, H * D, Sk, D, False)
+        first = j * BLOCK + (t % (BLOCK // T)) * T
+        k = load_rows(K, first, H * D, Sk, T, D, False)
+        v = load_rows(V, first, H * D, Sk, T, D, False)
         seen = tl.full([M, 1], 1, tl.int1)
         if HAS_BITS:
             seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)[:, None]
         dq = add_dq(q, dout, k, v, lse, delta, seen, dq, scale, HAS_BITS, PRECISION)
     for t in range(0, diagonal * (BLOCK // T)):
-        keys = last * BLOCK + t * T + tl.arange(0, T)
-        k = load_rows(K, keys, H * D, Sk, D, True)
-        v = load_rows(V, keys, H * D, Sk, D, True)
+        k = load_rows(K, last * BLOCK + t * T, H * D, Sk, T, D, True)
+        v = load_rows(V, last * BLOCK + t * T, H * D, Sk, T, D, True)
         seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
         if HAS_BITS:
             seen &= row_bits(BITS, rows, Sq, q_start // row_chunk, WORDS)[:, None]
         dq = add_dq(q, dout, k, v, lse, delta, seen, dq, scale, True, PRECISION)
-    dq = dq * scale + load_rows(DQ + own, rows, N * D, Sq, D, True)
-    store_rows(DQ + own, rows, N * D, Sq, dq, D)
+    dq = dq * scale + load_rows(DQ + own, tile * M, N * D, Sq, M, D, True)
+    store_rows(DQ + own, tile * M, N * D, Sq, dq, M, D)
 
 
 @triton.jit
@@ -204,7 +219,7 @@ def blocks_dkv(
     b, h, j = kv_head // H, kv_head % H, tile // (BLOCK // T)
     keys = tile * T + tl.arange(0, T)
     own = b * Sk * H * D + h * D
-    k, v = load_rows(K + own, keys, H * D, Sk, D, True), load_rows(V + own, keys, H * D, Sk, D, True)
+    k, v = load_rows(K + own, tile * T, H * D, Sk, T, D, True), load_rows(V + own, tile * T, H * D, Sk, T, D, True)
     k_start = tl.load(K_STARTS + j)
     dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
     for g in range(0, G):
@@ -216,9 +231,10 @@ def blocks_dkv(
         first = tl.load(listed)
         diagonal = ((count > 0) & (tl.load(Q_STARTS + first) == k_start)).to(tl.int32)
         for t in range(0, diagonal * (BLOCK // M)):
-            rows = first * BLOCK + t * M + tl.arange(0, M)
-            q = load_rows(Q + shard, rows, N * D, Sq, D, True)
-            dout = load_rows(DOUT + shard, rows, N * D, Sq, D, True)
+            begin = first * BLOCK + t * M
+            rows = begin + tl.arange(0, M)
+            q = load_rows(Q + shard, begin, N * D, Sq, M, D, True)
+            dout = load_rows(DOUT + shard, begin, N * D, Sq, M, D, True)
             lse = load_lse(LSE + head * Sq, rows, Sq)
             delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
             seen = (t * M + tl.arange(0, M))[None, :] >= (keys - j * BLOCK)[:, None]
@@ -226,16 +242,17 @@ def blocks_dkv(
                 seen &= row_bits(BITS + head * Sq * WORDS, rows, Sq, k_start // row_chunk, WORDS)[None, :]
             dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, True, PRECISION)
         for t in range(diagonal * (BLOCK // M), count * (BLOCK // M)):
-            rows = tl.load(listed + t // (BLOCK // M)) * BLOCK + (t % (BLOCK // M)) * M + tl.arange(0, M)
-            q = load_rows(Q + shard, rows, N * D, Sq, D, not EVEN)
-            dout = load_rows(DOUT + shard, rows, N * D, Sq, D, not EVEN)
+            begin = tl.load(listed + t // (BLOCK // M)) * BLOCK + (t % (BLOCK // M)) * M
+            rows = begin + tl.arange(0, M)
+            q = load_rows(Q + shard, begin, N * D, Sq, M, D, not EVEN)
+            dout = load_rows(DOUT + shard, begin, N * D, Sq, M, D, not EVEN)
             lse = load_lse(LSE + head * Sq, rows, Sq)
             delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
             seen = tl.full([1, M], 1, tl.int1)
             if HAS_BITS:
                 seen = row_bits(BITS + head * Sq * WORDS, rows, Sq, k_start // row_chunk, WORDS)[None, :]
             dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, HAS_BITS, PRECISION)
-    dk = dk * scale + load_rows(DK + own, keys, H * D, Sk, D, True)
-    dv = dv + load_rows(DV + own, keys, H * D, Sk, D, True)
-    store_rows(DK + own, keys, H * D, Sk, dk, D)
-    store_rows(DV + own, keys, H * D, Sk, dv, D)
+    dk = dk * scale + load_rows(DK + own, tile * T, H * D, Sk, T, D, True)
+    dv = dv + load_rows(DV + own, tile * T, H * D, Sk, T, D, True)
+    store_rows(DK + own, tile * T, H * D, Sk, dk, T, D)
+    store_rows(DV + own, tile * T, H * D, Sk, dv, T, D)

@@ -44,9 +44,9 @@ def columns_forward(
     b, n, i = head // N, head % N, tile // (BLOCK // M)
     rows = tile * M + tl.arange(0, M)
     own = b * Sq * N * D + n * D
-    q = load_rows(Q + own, rows, N * D, Sq, D, True)
+    q = load_rows(Q + own, tile * M, N * D, Sq, M, D, True)
     if CARRY:
-        m, l, acc = load_carry(OUT_IN + own, LSE_IN + head * Sq, rows, N * D, Sq, D)
+        m, l, acc = load_carry(OUT_IN + own, LSE_IN + head * Sq, tile * M, N * D, Sq, M, D)
     else:
         m, l, acc = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
     q_start = tl.load(Q_STARTS + i)
@@ -54,12 +54,12 @@ def columns_forward(
     for first in range(0, visible, T):
         columns = first + tl.arange(0, T)
         seen = seen_columns(POSITION + head * C, HIT + head * n_hit, columns, visible, q_start, n_hit, BLOCK)
-        k = load_rows(K + head * C * D, columns, D, C, D, True)
-        v = load_rows(V + head * C * D, columns, D, C, D, True)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2E)
+        k = load_rows(K + head * C * D, first, D, C, T, D, True)
+        v = load_rows(V + head * C * D, first, D, C, T, D, True)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
         scores += tl.where(seen, 0.0, float("-inf"))[None, :]
-        m, l, acc = online_softmax(scores, v, m, l, acc, PRECISION)
-    store_softmax(OUT + own, LSE + head * Sq, rows, N * D, Sq, (m, l, acc), D)
+        m, l, acc = online_softmax(scores, scale * LOG2E, v, m, l, acc, PRECISION)
+    store_softmax(OUT + own, LSE + head * Sq, tile * M, N * D, Sq, (m, l, acc), M, D)
 
 
 @triton.jit
@@ -74,7 +74,10 @@ def columns_dq(
     b, n, i = head // N, head % N, tile // (BLOCK // M)
     rows = tile * M + tl.arange(0, M)
     own = b * Sq * N * D + n * D
-    q, dout = load_rows(Q + own, rows, N * D, Sq, D, True), load_rows(DOUT + own, rows, N * D, Sq, D, True)
+    q, dout = (
+        load_rows(Q + own, tile * M, N * D, Sq, M, D, True),
+        load_rows(DOUT + own, tile * M, N * D, Sq, M, D, True),
+    )
     lse = load_lse(LSE + head * Sq, rows, Sq)
     delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
     dq = tl.zeros([M, D], tl.float32)
@@ -83,11 +86,11 @@ def columns_dq(
     for first in range(0, visible, T):
         columns = first + tl.arange(0, T)
         seen = seen_columns(POSITION + head * C, HIT + head * n_hit, columns, visible, q_start, n_hit, BLOCK)
-        k = load_rows(K + head * C * D, columns, D, C, D, True)
-        v = load_rows(V + head * C * D, columns, D, C, D, True)
+        k = load_rows(K + head * C * D, first, D, C, T, D, True)
+        v = load_rows(V + head * C * D, first, D, C, T, D, True)
         dq = add_dq(q, dout, k, v, lse, delta, seen[None, :], dq, scale, True, PRECISION)
-    dq = dq * scale + load_rows(DQ + own, rows, N * D, Sq, D, True)
-    store_rows(DQ + own, rows, N * D, Sq, dq, D)
+    dq = dq * scale + load_rows(DQ + own, tile * M, N * D, Sq, M, D, True)
+    store_rows(DQ + own, tile * M, N * D, Sq, dq, M, D)
 
 
 @triton.jit
@@ -104,7 +107,10 @@ def columns_dkv(
     tile = tl.program_id(0) % tiles
     b, n = head // N, head % N
     columns = tile * T + tl.arange(0, T)
-    k, v = load_rows(K + head * C * D, columns, D, C, D, True), load_rows(V + head * C * D, columns, D, C, D, True)
+    k, v = (
+        load_rows(K + head * C * D, tile * T, D, C, T, D, True),
+        load_rows(V + head * C * D, tile * T, D, C, T, D, True),
+    )
     Q += b * Sq * N * D + n * D
     DOUT += b * Sq * N * D + n * D
     dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
@@ -112,13 +118,14 @@ def columns_dkv(
     steps = tl.maximum(tl.cdiv(nq - begin, SPLIT), 0) * (BLOCK // M)
     for t in range(0, steps):
         i = begin + t // (BLOCK // M) * SPLIT
-        rows = i * BLOCK + (t % (BLOCK // M)) * M + tl.arange(0, M)
+        row = i * BLOCK + (t % (BLOCK // M)) * M
+        rows = row + tl.arange(0, M)
         seen = seen_columns(POSITION + head * C, HIT + head * n_hit, columns, C, tl.load(Q_STARTS + i), n_hit, BLOCK)
-        q = load_rows(Q, rows, N * D, Sq, D, not EVEN)
-        dout = load_rows(DOUT, rows, N * D, Sq, D, not EVEN)
+        q = load_rows(Q, row, N * D, Sq, M, D, not EVEN)
+        dout = load_rows(DOUT, row, N * D, Sq, M, D, not EVEN)
         lse = load_lse(LSE + head * Sq, rows, Sq)
         delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
         dk, dv = add_dkv(q, dout, k, v, lse, delta, seen[:, None], dk, dv, scale, True, PRECISION)
     out = (split * heads + head) * C * D
-    store_rows(DK + out, columns, D, C, dk * scale, D)
-    store_rows(DV + out, columns, D, C, dv, D)
+    store_rows(DK + out, tile * T, D, C, dk * scale, T, D)
+    store_rows(DV + out, tile * T, D, C, dv, T, D)

@@ -155,8 +155,8 @@ def _within_budget(mass, total, share: float, budget: int, config: AttentionConf
         return (rank < budget).expand(mass.shape)
     if share == 1.0:
         return torch.ones_like(mass, dtype=torch.bool)
-    before = mass.clamp_min(0).cumsum(-1) - mass.clamp_min(0)
-    return before < share * total
+    mass = mass.clamp_min(0).double()  # in fp32 the order of a parallel sum could move the cut between two runs
+    return mass.cumsum(-1) - mass < share * total
 
 
 def _short_of_budget(best, total, seq_len: int, config: AttentionConfig):

@@ -1,0 +1,36 @@
+# make demo   train, export and evaluate a small model on two CPU processes
+# make test   the tests that need neither GPU nor nnScaler nor vLLM
+# make lint   ruff
+# These three make their own .venv; test-gpu, test-nnscaler and test-vllm run in the environment of $(PYTHON).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= $(if $(shell which nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+
+.PHONY: demo test lint test-gpu test-nnscaler test-vllm
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m mtraining_nns.demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -q -m "not gpu and not nnscaler and not vllm"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.installed: setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+test-gpu:
+	$(PYTHON) -m pytest -q -m gpu
+
+test-nnscaler:
+	$(PYTHON) -m pytest -q -m nnscaler
+
+test-vllm:
+	$(PYTHON) -m pytest -q -m vllm

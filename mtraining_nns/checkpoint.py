@@ -1,0 +1,197 @@
+"""Training states on disk: complete or invisible, readable by any number of ranks, no pickle.
+
+    checkpoint.dir/
+      step-000020/                    appears by one rename, after every file is on disk
+        shard-00001-model-0000{1,2,3}-of-00003.safetensors     rank 0: weights, first and second moments
+        shard-00002-...                                        rank 1
+        trainer.json                  step, losses so far, world
+        recipe.yaml  config.json  generation_config.json       what an export needs
+        manifest.json                 name and size of every file, written last
+      .step-000030.partial/           a save that was killed; the next save removes it
+
+Weights and moments are fp32 shards of FSDP's DTensors, written by torch.distributed.checkpoint, so another world size
+reads them too. Random numbers need no state: each step seeds its own. Ranks must see one file system.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from mtraining_nns.errors import UserError
+from mtraining_nns.weights import named_weights, read_tensors
+
+MANIFEST = "manifest.json"
+TRAINER = "trainer.json"
+STEP = re.compile(r"step-(\d{6,})$")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("weight", *MOMENTS)  # a file for each kind and rank: one is in memory at a time, and an export reads one kind
+
+
+@dataclass(frozen=True)
+class State:
+    """What is saved and restored: a causal LM (sharded or not) and its AdamW."""
+
+    lm: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by `kind/name`. The optimizer has made a step, or `load` has made room for its moments."""
+        named = {f"weight/{name}": tensor for name, tensor in named_weights(self.lm).items()}
+        for name, parameter in self.lm.named_parameters():
+            for kind in MOMENTS if parameter.requires_grad else ():
+                named[f"{kind}/{name}"] = self.optimizer.state[parameter][kind]
+        return named
+
+
+def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: int) -> str:
+    """Write the state after `step` optimizer steps and return its folder. Collective.
+
+    files: small texts by name, trainer.json among them. A kill at any moment leaves the earlier checkpoints; those
+    beyond the newest `keep` go once this one is complete.
+    """
+    final = os.path.join(folder, f"step-{step:06d}")
+    partial = os.path.join(folder, f".step-{step:06d}.partial")
+    if _rank() == 0:
+        _remove_partial(folder)
+        os.makedirs(partial)
+    _barrier()
+    tensors = state.tensors()
+    place = {name: KINDS.index(name.split("/", 1)[0]) + 1 for name in tensors}
+    writer = HuggingFaceStorageWriter(partial, fqn_to_index_mapping=place, save_distributed=True)
+    dcp.save({k: v.detach() for k, v in tensors.items()}, storage_writer=writer, no_dist=not dist.is_initialized())
+    _barrier()
+    if _rank() == 0:
+        for name, text in files.items():
+            _write(os.path.join(partial, name), text)
+        _publish(partial, final)
+        for old in _steps(folder, before=step)[keep - 1 :]:
+            shutil.rmtree(os.path.join(folder, old))
+    _barrier()
+    return final
+
+
+def load(path: str, state: State) -> dict:
+    """Fill the weights and moments of `state` from a complete checkpoint; returns its trainer.json. Collective."""
+    trainer = read_json(path, TRAINER)
+    for parameter in filter(lambda p: p.requires_grad, state.lm.parameters()):
+        moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
+        state.optimizer.state[parameter] = {"step": torch.tensor(float(trainer["step"])), **moments}
+    read_tensors(state.tensors(), path)
+    # Through load_state_dict the step counters move to where the optimizer's kernels want them.
+    state.optimizer.load_state_dict(state.optimizer.state_dict())
+    return trainer
+
+
+def find(folder: str, resume: str) -> str | None:
+    """The checkpoint that `checkpoint.resume` means: auto (latest complete one or none), never, or a path."""
+    if resume == "never":
+        if _steps(folder):
+            raise UserError(
+                f"checkpoint.dir={folder} holds {_steps(folder)[0]} of another run; continue it with"
+                " checkpoint.resume=auto, remove it, or take an empty folder"
+            )
+        return None
+    if resume == "auto":
+        return latest_complete(folder)
+    found = resume if STEP.search(os.path.normpath(resume)) else latest_complete(resume)
+    if found is None:
+        raise UserError(f"{resume} holds no complete checkpoint; give a checkpoint.dir or one of its step folders")
+    fault = incomplete(found)
+    if fault:
+        raise UserError(f"{found} is not complete: {fault}; take another checkpoint")
+    newest = next(iter(_steps(folder)), None)
+    if newest is not None and _step(newest) > _step(os.path.normpath(found)):
+        raise UserError(
+            f"{found} is older than {newest} in checkpoint.dir={folder}, which would be mistaken for its continuation;"
+            " remove that or take another checkpoint.dir"
+        )
+    return found
+
+
+def latest_complete(folder: str) -> str | None:
+    """Newest complete checkpoint of a run's folder; says which newer ones it passes over and why."""
+    for name in _steps(folder):
+        path = os.path.join(folder, name)
+        fault = incomplete(path)
+        if not fault:
+            return path
+        if _rank() == 0:
+            print(f"checkpoint {path} is passed over: {fault}", flush=True)
+    return None
+
+
+def incomplete(path: str) -> str | None:
+    """Why a checkpoint cannot be used, or None if every file of its manifest is there with its size."""
+    try:
+        sizes = read_json(path, MANIFEST)["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"no readable {MANIFEST} ({type(error).__name__})"
+    for name, size in sizes.items():
+        file = os.path.join(path, name)
+        found = os.path.getsize(file) if os.path.isfile(file) else None
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}" if found is not None else f"{name} is missing"
+    return None
+
+
+def read_json(path: str, name: str) -> dict:
+    """A JSON file of a checkpoint."""
+    with open(os.path.join(path, name), encoding="utf-8") as stream:
+        return json.load(stream)
+
+
+def _publish(partial: str, final: str) -> None:
+    """Make a finished folder visible: manifest, then the rename, each on disk before the next."""
+    sizes = {name: os.path.getsize(os.path.join(partial, name)) for name in sorted(os.listdir(partial))}
+    _write(os.path.join(partial, MANIFEST), json.dumps({"format": 1, "files": sizes}, indent=1))
+    _sync_folder(partial)
+    if os.path.isdir(final):  # left by a run that went back to an earlier step, or incomplete
+        shutil.rmtree(final)
+    os.rename(partial, final)
+    _sync_folder(os.path.dirname(final))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def _steps(folder: str, before: float = float("inf")) -> list[str]:
+    """Names of the step folders below a step, newest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted((name for name in names if STEP.match(name) and _step(name) < before), key=_step, reverse=True)
+
+
+def _step(path: str) -> int:
+    return int(STEP.search(path)[1])
+
+
+def _remove_partial(folder: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    for name in os.listdir(folder):
+        if name.startswith(".step-") and name.endswith(".partial"):
+            shutil.rmtree(os.path.join(folder, name))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,33 @@
+"""The batch of one rank: labels shifted over the whole sequence first, then everything cut to the ring's layout.
+
+    tokens     t0 t1 t2 t3 t4 t5          striped(2), 2 ranks: rank 0 holds  t0 t1 t4 t5
+    labels     t1 t2 t3 t4 t5  -                               its labels    t1 t2 t5  -
+    positions   0  1  2  3  4  5                               its positions  0  1  4  5
+
+The order of the tokens is set here once, so no layer moves them. Shifting after the cut would be wrong: the token
+behind the last one of a stripe lives on another rank.
+"""
+
+import torch
+
+from mtraining_nns.ops.layout import Layout
+
+IGNORED_LABEL = -100
+
+
+def collate(tokens: torch.Tensor, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    """Local input_ids, labels and position_ids of one rank, each int64 [B, layout.local_len].
+
+    tokens: int64 [B, layout.seq_len], the same whole sequences on every rank of the ring. The last token of a
+    sequence and all padding have the label -100; padding has the position seq_len - 1, which every rope table holds.
+    ValueError when the sequences are not of the layout's length.
+    """
+    batch, seq_len = tokens.shape
+    last = tokens.new_full((batch, 1), IGNORED_LABEL)
+    labels = torch.cat([tokens[:, 1:], last], dim=1)
+    positions = layout.positions(rank, device=tokens.device).clamp(max=seq_len - 1)
+    return {
+        "input_ids": layout.shard(tokens, rank, dim=1, pad_value=0),
+        "labels": layout.shard(labels, rank, dim=1, pad_value=IGNORED_LABEL),
+        "position_ids": positions.expand(batch, -1).contiguous(),
+    }

@@ -1,0 +1,58 @@
+"""Loss on held-out text with the weights in training, under the sparse operator or a dense one.
+
+Both on the same weights and the same ring: their difference is what the left-out keys cost.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from mtraining_nns import hf
+from mtraining_nns.data.dataset import PackedDataset
+from mtraining_nns.engines.feed import place
+from mtraining_nns.engines.step import sharded_modules
+from mtraining_nns.engines.world import World, layout_of
+from mtraining_nns.loss import IGNORE
+from mtraining_nns.model import CausalLMLoss
+from mtraining_nns.ops.attention import Operator
+
+MOST_SEQUENCES = 64  # of the held-out text
+
+
+def evaluate(model: CausalLMLoss, operator: Operator, recipe, world: World) -> dict[str, float]:
+    """Loss per token on data.eval_path: {"dense": ..., "sparse": ...}, only "dense" for a dense recipe. Collective."""
+    operators = {"dense": dense_operator(operator, world)}
+    if recipe.attention.pattern != "dense":
+        operators["sparse"] = operator
+    dataset = PackedDataset(recipe.data.eval_path, recipe.train.seq_len)
+    model.eval()
+    losses = {}
+    for name, chosen in operators.items():
+        hf.attach(model.lm, chosen)
+        losses[name] = _mean_loss(model, dataset, recipe, world)
+    hf.attach(model.lm, operator)
+    for module in sharded_modules(model):  # no backward pass comes that would free the gathered weights
+        module.reshard()
+    return losses
+
+
+def dense_operator(operator: Operator, world: World) -> Operator:
+    """The same layout, ring and backend with every key kept."""
+    return Operator(replace(operator.config, pattern="dense"), world.ring, world.device.type)
+
+
+@torch.no_grad()
+def _mean_loss(model, dataset: PackedDataset, recipe, world: World) -> float:
+    layout, dp = layout_of(recipe, world.ring), recipe.parallel.dp
+    used = min(len(dataset), MOST_SEQUENCES)
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, of valid tokens
+    with hf.sequence(model.lm, seq_len=recipe.train.seq_len):
+        for first in range(0, used, dp):
+            index = first + world.dp_rank
+            batch = place(dataset[min(index, used - 1)].unsqueeze(0), layout, world)
+            if index >= used:  # a ring without a sample of its own still takes part in gathering the weights
+                batch["labels"].fill_(IGNORE)
+            sums[0] += model(**batch)
+            sums[1] += (batch["labels"] != IGNORE).sum()
+    total, valid = world.sum(sums).tolist()
+    return total / valid

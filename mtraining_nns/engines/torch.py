@@ -1,0 +1,195 @@
+"""The torch engine: FSDP2 over all ranks, the ring inside the attention operator, one process per device.
+
+    torchrun --nproc-per-node 8 -m mtraining_nns.train recipes/demo.yaml
+
+Runs on gloo and the CPU as on NCCL and GPUs; on the CPU a resumed run repeats the straight run to the bit.
+Files: `world.py` processes and ring, `feed.py` batches, `step.py` one step, `held_out.py` evaluation.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+
+import torch
+
+from mtraining_nns import checkpoint, hf
+from mtraining_nns.checkpoint import State
+from mtraining_nns.data.store import read_manifest
+from mtraining_nns.engines.feed import Feed
+from mtraining_nns.engines.held_out import evaluate
+from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
+from mtraining_nns.engines.world import World, layout_of, start
+from mtraining_nns.errors import UserError
+from mtraining_nns.export import TOKENIZER, config_text, export
+from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes
+from mtraining_nns.model import CausalLMLoss, build_config, build_model, greedy_generation, materialize
+from mtraining_nns.ops.attention import Operator
+from mtraining_nns.optim import build_optimizer, learning_rate, set_learning_rate
+from mtraining_nns.recipe import Recipe
+
+
+def train(recipe: Recipe) -> dict:
+    """Train a resolved recipe to its last step, export it, and return the summary (also in checkpoint.dir).
+
+    Every rank of the launch calls it. A run that is complete already is only evaluated and exported again.
+    """
+    with start(recipe.parallel) as world:
+        run = Run.build(recipe, world)
+        for step in range(run.first_step, recipe.train.steps):
+            run.step(step)
+        summary = run.finish()
+    if world.rank == 0:
+        export(recipe.checkpoint.dir, recipe.export.dir)
+        with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
+            json.dump(summary, stream, indent=1)
+        print(f"exported to {recipe.export.dir}", flush=True)
+    return summary
+
+
+@dataclass
+class Run:
+    """Everything that a training run holds on one rank."""
+
+    recipe: Recipe
+    world: World
+    feed: Feed
+    model: CausalLMLoss
+    operator: Operator
+    state: State
+    losses: list[float]
+    log: Log
+    meter: Meter
+    last: dict  # latest logged and evaluated values by tag
+
+    @classmethod
+    def build(cls, recipe: Recipe, world: World) -> "Run":
+        """Data, sharded model and optimizer, from the checkpoint that `checkpoint.resume` means if there is one."""
+        feed = Feed(recipe, world, layout_of(recipe, world.ring))
+        found = checkpoint.find(recipe.checkpoint.dir, recipe.checkpoint.resume)
+        try:
+            model, operator = build_sharded(recipe, world, load=found is None)
+        except UserError:
+            raise
+        except ValueError as error:  # the operator or the adapter cannot do what the recipe asks for
+            raise UserError(" ".join(str(error).split())) from error
+        state = State(model.lm, build_optimizer(model, recipe.train))
+        trainer = _resume(found, state, recipe, world) if found else {"losses": [], "values": {}}
+        if world.rank == 0:
+            _keep_tokenizer(recipe)
+        world.say(f"attention backend {operator.backend}: {operator.reason}")
+        losses, last = trainer["losses"], trainer["values"]
+        log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
+        meter = Meter(feed.batch * recipe.train.seq_len)
+        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last)
+
+    @property
+    def first_step(self) -> int:
+        return len(self.losses)
+
+    def step(self, step: int) -> None:
+        """One optimizer step with its logging, evaluation and checkpoint. `step` counts from 0."""
+        recipe, done, final = self.recipe, step + 1, step + 1 == self.recipe.train.steps
+        set_learning_rate(self.state.optimizer, learning_rate(step, recipe.train))
+        with self.meter:
+            try:
+                result = train_step(
+                    self.model, self.state.optimizer, self.feed.batches(step), self.world, recipe=recipe, step=step
+                )
+            except NotFinite as error:
+                raise NotFinite(f"{error}, samples {self.feed.ids(step)} of {recipe.data.path}") from error
+        self.losses.append(result.loss)
+        if done % recipe.log.every == 0 or final or step == 0:
+            self.report(step, result)
+        if recipe.log.eval_every and done % recipe.log.eval_every == 0 and not final:
+            self.evaluate(done)
+        if final or (recipe.checkpoint.every and done % recipe.checkpoint.every == 0):
+            self.save(done)
+
+    def report(self, step: int, result: StepResult) -> None:
+        """Progress line and scalars of a step. Collective."""
+        memory = torch.tensor(peak_memory_bytes(self.world.device) / 1e9, device=self.world.device)
+        values = {
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": learning_rate(step, self.recipe.train),
+            "speed/tokens_per_s": self.meter.tokens_per_s(),
+            "memory/peak_gb": self.world.max(memory).item(),
+            **attention_stats(self.operator, self.world),
+        }
+        self.last.update(values)
+        self.log.write(step + 1, values)
+        self.log.line(step + 1, values)
+
+    def evaluate(self, done: int) -> None:
+        """Held-out losses of the weights after `done` steps. Collective."""
+        losses = evaluate(self.model, self.operator, self.recipe, self.world)
+        values = {f"eval/loss_{name}": loss for name, loss in losses.items()}
+        self.last.update(values)
+        self.log.write(done, values)
+        self.log.line(done, values)
+
+    def save(self, done: int) -> None:
+        """Checkpoint after `done` steps. Collective."""
+        lm, trainer = self.model.lm, {"format": 1, "step": done, "losses": self.losses, "values": self.last}
+        files = {
+            checkpoint.TRAINER: json.dumps(trainer),
+            "recipe.yaml": self.recipe.to_yaml(),
+            "config.json": config_text(lm.config),
+            "generation_config.json": json.dumps(greedy_generation(lm.config, self.recipe.model.path), indent=2),
+        }
+        config = self.recipe.checkpoint
+        path = checkpoint.save(config.dir, done, self.state, files=files, keep=config.keep)
+        self.world.say(f"saved {path}")
+
+    def finish(self) -> dict:
+        """Evaluate, close the log, and sum the run up. Collective."""
+        if self.recipe.data.eval_path is not None:
+            self.evaluate(len(self.losses))
+        self.log.close()
+        return {
+            "steps": len(self.losses),
+            "world": self.world.mesh.size(),
+            "tokens_per_step": self.meter.tokens_per_step,
+            "first_loss": self.losses[0],
+            "last_loss": self.losses[-1],
+            **{tag: value for tag, value in self.last.items() if value is not None},
+            "losses": self.losses,
+        }
+
+
+def build_sharded(recipe: Recipe, world: World, *, load: bool) -> tuple[CausalLMLoss, Operator]:
+    """The model of a recipe on its ranks with the operator attached; `load` False leaves a model.path's weights out."""
+    config = build_config(recipe, read_manifest(recipe.data.path))
+    path = recipe.model.path
+    lm = build_model(config, seed=None if path else recipe.train.seed)
+    model = CausalLMLoss(lm, chunk=recipe.train.loss_chunk)
+    operator = Operator(recipe.attention, world.ring, world.device.type)
+    hf.attach(lm, operator)
+    shard(model, recipe, world)
+    if path:
+        materialize(lm, world.device, path if load else None)
+    return model, operator
+
+
+def _resume(path: str, state: State, recipe: Recipe, world: World) -> dict:
+    """Load a checkpoint and return its trainer.json; says what changed in the recipe since."""
+    before, now = (_flat(asdict(r)) for r in (Recipe.load(os.path.join(path, "recipe.yaml")), recipe))
+    changed = {key: f"{key} {before[key]} -> {now[key]}" for key in now if now[key] != before.get(key)}
+    model = [text for key, text in changed.items() if key.startswith("model.") and key != "model.dtype"]
+    if model:
+        raise UserError(f"{path} is of another model ({model[0]}); take another checkpoint.dir")
+    trainer = checkpoint.load(path, state)
+    world.say(f"resumed {path} after step {trainer['step']}" + "".join(f"; {text}" for text in changed.values()))
+    return trainer
+
+
+def _flat(sections: dict) -> dict:
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+def _keep_tokenizer(recipe: Recipe) -> None:
+    """Copy the data's tokenizer beside the checkpoints, so that an export needs nothing else."""
+    source, target = (os.path.join(folder, TOKENIZER) for folder in (recipe.data.path, recipe.checkpoint.dir))
+    if os.path.isdir(source):
+        shutil.copytree(source, target, dirs_exist_ok=True)

@@ -1,0 +1,97 @@
+"""The processes of a run: device, process group, ring, and the one mesh over which everything is sharded.
+
+    8 processes, cp 4, dp 2        ring of dp rank 0: 0 1 2 3     ring of dp rank 1: 4 5 6 7
+
+A ring shares each sequence, rings share the batch; weights are sharded over all of them.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mtraining_nns.environment import Process
+from mtraining_nns.errors import UserError
+from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.ring import Ring
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this rank stands. `dp_rank` counts rings; the rank inside the ring is `ring.rank`."""
+
+    device: torch.device
+    rank: int
+    dp_rank: int
+    ring: Ring
+    mesh: DeviceMesh
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place."""
+        dist.all_reduce(x)
+        return x
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        """Largest value over all ranks, in place."""
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+@contextlib.contextmanager
+def start(parallel):
+    """Join the process group (or use the one that exists), build the ring and the mesh; leaves the group at the end.
+
+    parallel: a resolved ParallelConfig. Groups are created here, in one order on all ranks, and never later.
+    """
+    process = Process.launched() or Process()
+    device = _device(process)
+    joined = not dist.is_initialized()
+    timeout = timedelta(seconds=parallel.timeout_s)
+    if joined:
+        _join(process, device, timeout)
+    try:
+        ring = Ring.create(parallel.cp, timeout)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        rank = dist.get_rank()
+        yield World(device, rank, rank // parallel.cp, ring, mesh)
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+def layout_of(recipe, ring: Ring) -> Layout:
+    """How the ranks of a ring share a sequence: the layout of the operator, for the collator."""
+    attention = recipe.attention
+    return Layout(
+        seq_len=recipe.train.seq_len,
+        world=ring.world,
+        kind=attention.layout,
+        block=attention.block,
+        granularity=attention.stripe,
+    )
+
+
+def _device(process: Process) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if process.local_rank >= gpus:
+        raise UserError(f"{process.local_world} processes on this machine need as many GPUs, it has {gpus}")
+    torch.cuda.set_device(process.local_rank)
+    return torch.device("cuda", process.local_rank)
+
+
+def _join(process: Process, device: torch.device, timeout: timedelta) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    place = {"device_id": device} if device.type == "cuda" else {}
+    if process.world == 1:
+        place.update(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timeout, **place)

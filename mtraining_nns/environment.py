@@ -1,0 +1,68 @@
+"""The one place where environment variables are read and set: which process this is, and what a worker inherits.
+
+torchrun and our own launcher (`launch.py`) describe a process by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+
+PARENT = "MTRAINING_PARENT_PID"  # set by launch.py: that process reports the workers' errors, and they end with it
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun and launch.py: where a worker leaves its error
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of the run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @classmethod
+    def launched(cls) -> "Process | None":
+        """What the launcher says, or None for a process that was started by hand."""
+        env = os.environ
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return None
+        rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return cls(rank, world, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)))
+
+
+def prepare_launch(nproc: int) -> None:
+    """Set what `nproc` workers on this machine inherit: a fair share of the cores, this process as their parent."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ[PARENT] = str(os.getpid())
+    prepare_caches()
+
+
+def prepare_caches() -> None:
+    """Keep compiled Triton kernels on this node's own disk: home folders are often shared and slow."""
+    owner = os.getuid() if hasattr(os, "getuid") else 0
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"mtraining-triton-{owner}"))
+
+
+def has_parent() -> bool:
+    """Whether `launch.py` started this process and reports its errors."""
+    return PARENT in os.environ
+
+
+def error_file() -> str | None:
+    """Where the launcher wants the error of this process."""
+    return os.environ.get(ERROR_FILE)
+
+
+def end_with_parent() -> None:
+    """Make Linux kill this worker when the launcher is killed, else it would go on writing checkpoints alone."""
+    if not has_parent() or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(os.environ[PARENT]):  # it was killed before the call
+        os._exit(1)

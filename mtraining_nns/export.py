@@ -1,0 +1,77 @@
+"""A training checkpoint as a HuggingFace folder that plain transformers and vLLM load.
+
+    mtraining export runs/demo/checkpoints --out runs/demo/hf
+
+    OUT/  model*.safetensors  config.json  generation_config.json  tokenizer files
+          mtraining.json      the attention that the model was trained with, its trained length
+
+Needs no GPU and no process group, and memory for the weights once in the export's dtype. The folder appears complete
+or not at all. A tied head is written once, as transformers expects.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from mtraining_nns import checkpoint
+from mtraining_nns.data.atomic import new_folder
+from mtraining_nns.errors import UserError
+from mtraining_nns.model import build_model, materialize
+from mtraining_nns.recipe import Recipe
+from mtraining_nns.rope import rope_of
+from mtraining_nns.weights import named_weights, read_tensors
+
+ATTENTION = "mtraining.json"
+TOKENIZER = "tokenizer"  # folder beside the checkpoints, copied there from the prepared data when training starts
+
+
+def export(source: str, out: str) -> None:
+    """Write the HuggingFace folder `out` from a checkpoint, or from the latest complete one of a run's folder."""
+    path = checkpoint.find(source, source) if os.path.isdir(source) else None
+    if path is None:
+        raise UserError(f"{source} is no checkpoint; give a checkpoint.dir or one of its step folders")
+    if os.path.isdir(out) and os.listdir(out) and not os.path.isfile(os.path.join(out, ATTENTION)):
+        raise UserError(f"{out} holds something else than an export and would be replaced; give an empty folder")
+    recipe = Recipe.load(os.path.join(path, "recipe.yaml"))
+    lm = read_model(path, getattr(torch, recipe.model.dtype))
+    with new_folder(Path(out)) as folder:
+        lm.save_pretrained(folder)
+        (folder / "config.json").write_text(config_text(lm.config), encoding="utf-8")
+        shutil.copy(os.path.join(path, "generation_config.json"), folder)
+        (folder / ATTENTION).write_text(attention_text(recipe), encoding="utf-8")
+        tokenizer = os.path.join(os.path.dirname(os.path.abspath(path)), TOKENIZER)
+        if os.path.isdir(tokenizer):
+            shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+        else:
+            print(f"export: {tokenizer} does not exist, so {out} has no tokenizer", flush=True)
+
+
+def read_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
+    """Causal LM of a checkpoint on the CPU in `dtype`, its rope tables in fp32."""
+    lm = build_model(AutoConfig.from_pretrained(path, local_files_only=True), seed=None).to(dtype)
+    materialize(lm, "cpu")
+    read_tensors({f"weight/{name}": tensor for name, tensor in named_weights(lm).items()}, path, alone=True)
+    return lm.eval()
+
+
+def config_text(config) -> str:
+    """config.json with the rope in the spelling of transformers 4 (rope_theta, rope_scaling) and of version 5."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    rope = rope_of(config)
+    fields["rope_parameters"] = rope
+    fields["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    fields["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def attention_text(recipe: Recipe) -> str:
+    """mtraining.json, from which an evaluation takes the attention of training."""
+    attention = dataclasses.asdict(recipe.attention)
+    fields = {"format": 1, "attention": attention, "trained_length": recipe.train.seq_len}
+    return json.dumps(fields, indent=2) + "\n"

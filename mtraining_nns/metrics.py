@@ -1,0 +1,100 @@
+"""What a run says while it trains: one line per logged step on rank 0, and TensorBoard scalars.
+
+    step 20/60  loss 5.1204  norm 1.31  lr 1.8e-03  tokens/s 9,120  mem 1.1 GB  density 0.312  work max/mean 1.02
+
+density: share of causal query-key pairs that are kept, mean over layers. work max/mean: kept pairs of the busiest rank
+of a ring over the ring's mean, for the last micro-batch.
+"""
+
+import resource
+import time
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+WARMUP_STEPS = 2  # first steps of a process: compilation and allocation, not training speed
+
+
+class Meter:
+    """Tokens per second over the steps of this process after its warm-up; saves and evaluations do not count."""
+
+    def __init__(self, tokens_per_step: int):
+        self.tokens_per_step = tokens_per_step
+        self.steps, self.measured, self.seconds = 0, 0, 0.0
+
+    def __enter__(self):
+        self.began = time.perf_counter()
+
+    def __exit__(self, *error):
+        self.steps += 1
+        if self.steps > WARMUP_STEPS:
+            self.measured += 1
+            self.seconds += time.perf_counter() - self.began
+
+    def tokens_per_s(self) -> float | None:
+        """None until the warm-up is over."""
+        return self.tokens_per_step * self.measured / self.seconds if self.measured else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has used: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def attention_stats(operator, world) -> dict[str, float]:
+    """Density by layer, capped heads, and work max/mean (largest over the rings). Collective, waits for the device."""
+    stats = operator.read_stats()
+    work = torch.tensor([float(sum(stats["work"].values()))], dtype=torch.float64, device=world.device)
+    ring = torch.cat(world.ring.gather(work))
+    balance = world.max((ring.max() / ring.mean()).reshape(1)).item()
+    density = stats["density"]
+    values = {f"attention/density_layer_{layer:02d}": value for layer, value in density.items()}
+    values["attention/density"] = sum(density.values()) / len(density)
+    values["attention/capped_heads"] = sum(stats["capped"].values())
+    values["attention/work_max_over_mean"] = balance
+    return values
+
+
+class Log:
+    """Progress line and TensorBoard, on rank 0; silent elsewhere. A resumed run replaces the steps from `start` on."""
+
+    def __init__(self, folder: str, *, start: int, steps: int, rank: int):
+        self.steps = steps
+        self.writer = SummaryWriter(folder, purge_step=start) if rank == 0 else None
+
+    def write(self, step: int, values: dict[str, float | None]) -> None:
+        """Values of the step that was the `step`-th, by TensorBoard tag."""
+        if self.writer is None:
+            return
+        for tag, value in values.items():
+            if value is not None:
+                self.writer.add_scalar(tag, value, step)
+
+    def line(self, step: int, values: dict[str, float | None]) -> None:
+        """Print the progress line of a step."""
+        if self.writer is not None:
+            print("  ".join([f"step {step}/{self.steps}", *_words(values)]), flush=True)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+FORMATS = {
+    "train/loss": "loss {:.4f}",
+    "train/grad_norm": "norm {:.2f}",
+    "train/lr": "lr {:.1e}",
+    "speed/tokens_per_s": "tokens/s {:,.0f}",
+    "memory/peak_gb": "mem {:.1f} GB",
+    "attention/density": "density {:.3f}",
+    "attention/work_max_over_mean": "work max/mean {:.2f}",
+    "eval/loss_dense": "held-out loss dense {:.4f}",
+    "eval/loss_sparse": "sparse {:.4f}",
+}
+
+
+def _words(values: dict[str, float | None]) -> list[str]:
+    return [text.format(values[tag]) for tag, text in FORMATS.items() if values.get(tag) is not None]

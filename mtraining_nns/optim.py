@@ -1,0 +1,59 @@
+"""AdamW, the learning rate of a step, and the norm of gradients that are sharded over all ranks.
+
+Learning rate of 10 steps, warmup_steps 2, lr 1, min_lr_ratio 0.1:
+
+    step  0    1    2    3    4    5    6    7    8    9
+    lr    0.5  1.0  1.0  0.97 0.87 0.72 0.55 0.38 0.23 0.13     the cosine would reach 0.1 at step 10
+
+It is a pure function of the step, so a resumed run needs no saved schedule.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+def learning_rate(step: int, train) -> float:
+    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then a cosine to lr * min_lr_ratio."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * cosine)
+
+
+def build_optimizer(model, train) -> torch.optim.AdamW:
+    """AdamW over the parameters of a model; 1-D ones (norms, biases) are not decayed. Fused kernels on a GPU."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    implementation = {"fused": True} if parameters[0].is_cuda else {"foreach": True}
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=train.lr, betas=train.betas, eps=train.eps, **implementation
+    )
+
+
+def set_learning_rate(optimizer, value: float) -> None:
+    """The same learning rate for all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def clip_gradients(model, limit: float) -> float:
+    """Scale the gradients so that their norm is at most `limit`; returns the norm before, of the whole model.
+
+    Sharded gradients (DTensor) are summed over their mesh with one all-reduce, so every rank gets the norm that one
+    device would report. All are sharded or none is.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    sharded = isinstance(parameters[0].grad, DTensor)
+    square = get_total_norm([p.grad.to_local() if sharded else p.grad for p in parameters]).square()
+    if sharded:
+        dist.all_reduce(square, group=parameters[0].grad.device_mesh.get_group())
+    clip_grads_with_norm_(parameters, limit, square.sqrt())
+    return square.sqrt().item()

@@ -1,0 +1,132 @@
+"""A recipe: everything that one training run depends on, as one frozen object.
+
+    recipe = Recipe.load("recipes/demo.yaml", ["train.steps=20"])   # file, then overrides; types and ranges checked
+    recipe = recipe.resolve(world=2)                                # what depends on the launch; files checked
+
+Loads neither torch nor a model, so that a mistake is reported before anything is started. The sections are in
+`sections.py`, the attention section is the operator's own `AttentionConfig`, the YAML border is `recipe_yaml.py`.
+Paths are relative to the current directory. Every rank resolves the same recipe to the same values.
+"""
+
+import os
+from dataclasses import asdict, dataclass, field, replace
+
+from mtraining_nns import recipe_yaml
+from mtraining_nns.data.store import read_manifest
+from mtraining_nns.errors import UserError
+from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.sections import (
+    CheckpointConfig,
+    DataConfig,
+    ExportConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run; every section is a frozen dataclass that checks itself."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    @classmethod
+    def load(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> "Recipe":
+        """Read a YAML file, apply `section.key=value` overrides, check keys, types and ranges; raises UserError."""
+        tree = recipe_yaml.read(path)
+        for override in overrides:
+            recipe_yaml.override(tree, override)
+        return recipe_yaml.build(cls, tree)
+
+    def to_yaml(self) -> str:
+        """The recipe with every default written out; `load` reads it back to an equal recipe."""
+        return recipe_yaml.dump(asdict(self))
+
+    def resolve(self, world: int) -> "Recipe":
+        """The recipe of a run with `world` processes: no default left open, lengths and data checked; raises UserError.
+
+        >>> recipe.resolve(world=8).parallel.cp       # parallel.cp not given, parallel.dp=2
+        4
+        """
+        cp = _context_parallel(self.parallel, world)
+        _check_every_rank_has_tokens(self.attention, self.train.seq_len, cp)
+        _check_folders(self)
+        manifest = _manifest("data.path", self.data.path)
+        if self.data.eval_path is not None:
+            _manifest("data.eval_path", self.data.eval_path)
+        elif self.log.eval_every:
+            raise UserError(f"log.eval_every={self.log.eval_every} needs data.eval_path, a prepared folder")
+        return replace(
+            self,
+            model=_with_vocabulary(self.model, manifest),
+            attention=replace(self.attention, granularity=self.attention.stripe),
+            parallel=replace(self.parallel, cp=cp),
+            log=replace(self.log, dir=self.log.dir or os.path.join(self.checkpoint.dir, "tensorboard")),
+            export=replace(self.export, dir=self.export.dir or os.path.join(self.checkpoint.dir, "hf")),
+        )
+
+
+def _context_parallel(parallel: ParallelConfig, world: int) -> int:
+    if parallel.cp is None:
+        if world % parallel.dp:
+            raise UserError(f"parallel.dp={parallel.dp} must divide the {world} launched processes; change either")
+        return world // parallel.dp
+    needed = parallel.cp * parallel.dp
+    if needed != world:
+        raise UserError(
+            f"parallel.cp={parallel.cp} x parallel.dp={parallel.dp} needs {needed} processes, launched with {world};"
+            f" use --nproc {needed} or change parallel.cp"
+        )
+    return parallel.cp
+
+
+def _check_every_rank_has_tokens(attention: AttentionConfig, seq_len: int, cp: int) -> None:
+    if attention.layout == "striped":
+        needed, unit = cp * attention.stripe, f"a stripe of attention.granularity={attention.stripe}"
+    elif attention.layout == "zigzag":
+        needed, unit = 2 * cp * attention.block, f"two chunks of attention.block={attention.block} or more"
+    else:
+        chunk = attention.block * -(-seq_len // (attention.block * cp))
+        needed, unit = (cp - 1) * chunk + 1, f"a token of its contiguous chunk of {chunk}"
+    if seq_len < needed:
+        raise UserError(
+            f"layout {attention.layout} gives each of parallel.cp={cp} ranks {unit}, so train.seq_len must be at least"
+            f" {needed}, got {seq_len}; use fewer ranks, smaller blocks or longer sequences"
+        )
+
+
+def _check_folders(recipe: Recipe) -> None:
+    path, resume = recipe.model.path, recipe.checkpoint.resume
+    if path is not None and not os.path.isfile(os.path.join(path, "config.json")):
+        raise UserError(
+            f"model.path={path} has no config.json; for a hub model run: hf download {path} --local-dir DIR"
+        )
+    if resume not in ("auto", "never") and not os.path.isdir(resume):
+        raise UserError(f"checkpoint.resume={resume} is no folder; use auto, never or the path of a checkpoint")
+
+
+def _manifest(key: str, path: str) -> dict:
+    try:
+        return read_manifest(path)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+def _with_vocabulary(model: ModelConfig, manifest: dict) -> ModelConfig:
+    """A fresh model without `vocab_size` takes that of the data; one that is too small is refused."""
+    vocabulary = manifest.get("vocab_size")
+    if model.init is None or vocabulary is None:
+        return model
+    size = model.init.get("vocab_size", vocabulary)
+    if size < vocabulary:
+        raise UserError(f"model.init.vocab_size={size} is below the data's {vocabulary}; raise it or leave it out")
+    return replace(model, init={**model.init, "vocab_size": size})

@@ -1,0 +1,148 @@
+"""The sections of a recipe, one frozen dataclass each; `recipe.py` joins them.
+
+A section checks its own ranges and raises UserError; types are checked where the YAML is read (`recipe_yaml.py`).
+What this version does not do yet is refused by name (`PLANNED`), never ignored.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mtraining_nns.errors import UserError
+
+PLANNED = {
+    ("ring", "hierarchical"): "use auto or flat",
+    ("inner_mode", "gather"): "use ring",
+    ("offload", True): "use false",
+}
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+def _at_least(least: float, section: str, config, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or value >= least, f"{section}.{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to train: a checkpoint to continue from, or a fresh one."""
+
+    path: str | None = None  # local folder of a HuggingFace checkpoint
+    init: dict | None = None  # fields of a transformers config, with model_type, for a fresh model
+    rope: dict | None = None  # rope_theta, rope_type, factor, ...: replaces the model's own
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_position_embeddings: int | None = None  # None: train.seq_len if that is larger than the model's
+
+    def __post_init__(self):
+        _require(
+            (self.path is None) != (self.init is None),
+            f"give exactly one of model.path and model.init, got path={self.path!r}, init={self.init!r}",
+        )
+        if self.init is not None:
+            _require("model_type" in self.init, "model.init must name its model_type, such as llama or qwen2")
+            vocabulary = self.init.get("vocab_size", 1)
+            _require(type(vocabulary) is int, f"model.init.vocab_size must be int, got {vocabulary!r}")
+        _at_least(1, "model", self, "max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Folders that `mtraining prepare` wrote."""
+
+    path: str
+    eval_path: str | None = None
+    seed: int = 0  # order of the samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimisation. Lengths are in tokens; one step is `micro_batch * accumulation * dp` sequences."""
+
+    steps: int
+    seq_len: int  # global: the whole sequence, before it is split over the ring
+    lr: float
+    micro_batch: int = 1
+    accumulation: int = 1
+    min_lr_ratio: float = 0.1  # the last learning rate, as a part of lr
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm
+    seed: int = 0  # initial weights of a fresh model
+    recompute: bool = True  # activation checkpointing, per decoder layer
+    loss_chunk: int = 1024  # tokens whose logits exist at one time
+    precision: Literal["bf16", "fp32"] = "bf16"
+
+    def __post_init__(self):
+        _at_least(0, "train", self, "warmup_steps", "weight_decay", "lr", "min_lr_ratio")
+        _at_least(1, "train", self, "steps", "micro_batch", "accumulation", "loss_chunk")
+        _at_least(2, "train", self, "seq_len")
+        _require(self.min_lr_ratio <= 1, f"train.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
+        for name in ("clip", "eps"):
+            _require(getattr(self, name) > 0, f"train.{name} must be positive, got {getattr(self, name)}")
+        _require(all(0 <= beta < 1 for beta in self.betas), f"train.betas must lie in [0, 1), got {list(self.betas)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the processes are used: a ring of `cp` ranks shares a sequence, `dp` rings share a batch."""
+
+    engine: Literal["auto", "torch", "nnscaler"] = "auto"
+    cp: int | None = None  # None: the launched processes / dp
+    dp: int = 1
+    ring: Literal["auto", "flat", "hierarchical"] = "auto"
+    inner: int | None = None  # hierarchical: ranks of an inner ring
+    inner_mode: Literal["ring", "gather"] = "ring"
+    zero: Literal[2, 3] = 3  # 3 shards weights, gradients and optimizer; 2 keeps the weights whole after a forward pass
+    offload: bool = False  # optimizer states in host memory
+    timeout_s: int = 600  # for one exchange between ranks
+    data_guard_steps: int = 3  # first steps that check that a ring reads one batch
+
+    def __post_init__(self):
+        for (name, value), fix in PLANNED.items():
+            _require(
+                getattr(self, name) != value,
+                f"parallel.{name}={str(value).lower()} is not available in this version; {fix}",
+            )
+        _require(self.inner is None, f"parallel.inner={self.inner} needs ring=hierarchical, which is not available")
+        _at_least(0, "parallel", self, "data_guard_steps")
+        _at_least(1, "parallel", self, "cp", "dp", "timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where training states are kept."""
+
+    dir: str
+    every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # complete checkpoints that stay
+    resume: str = "auto"  # auto: the latest complete one in dir; never; or the path of one
+
+    def __post_init__(self):
+        _at_least(0, "checkpoint", self, "every")
+        _at_least(1, "checkpoint", self, "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written while training."""
+
+    dir: str | None = None  # TensorBoard; None: checkpoint.dir/tensorboard
+    every: int = 1  # steps
+    eval_every: int = 0  # steps between losses on data.eval_path; 0: none
+
+    def __post_init__(self):
+        _at_least(0, "log", self, "eval_every")
+        _at_least(1, "log", self, "every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """The HuggingFace checkpoint at the end of a run."""
+
+    dir: str | None = None  # None: checkpoint.dir/hf

@@ -1,0 +1,136 @@
+"""What a kernel backend must do, as data and as a check: every case has a reference by an explicit mask.
+
+    case = Case(seq_len=257, heads=4, kv_heads=2)
+    check(kernels.load("triton"), case)           out, lse, dq, dk, dv of blocks and columns together
+
+Blocks and columns are two sets of keys of one softmax, so the reference attends to the keys and the gathered columns
+laid end to end.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from helpers import TOLERANCE, assert_close, block_mask, make_index, make_qkv, reference
+
+from mtraining_nns.ops.columns import Columns
+from mtraining_nns.ops.index import BlockIndex, DistanceIndex
+from mtraining_nns.ops.kernels import Grads, Tape
+from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.ring import Ring
+
+
+@dataclass(frozen=True)
+class Case:
+    seq_len: int
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    block: int = 64
+    batch: int = 1
+    dtype: torch.dtype = torch.float32
+    columns: int = 20  # 0: blocks alone
+    share: float = 0.4  # of the block diagonals
+    columns_first: bool = True  # which of the two carries the other
+    row_chunk: int = 0  # tokens a row bit stands for, 0: no row bits
+    device: str = "cpu"
+    scale: float | None = None
+
+    def __str__(self):
+        shape = f"S{self.seq_len}-{self.heads}/{self.kv_heads}-d{self.dim}-b{self.block}x{self.batch}"
+        extra = f"c{self.columns}{'' if self.columns_first else 'last'}-r{self.row_chunk}-{self.share}"
+        return f"{shape}-{str(self.dtype)[6:]}-{extra}"
+
+
+def check(backend, case: Case, backward=None) -> None:
+    """Blocks and columns of a random index, forward and backward, against the reference."""
+    index = make_index(
+        case.seq_len, case.heads, case.block, batch=case.batch, columns=case.columns, share=case.share,
+        device=case.device, seed=case.seq_len,
+    )  # fmt: skip
+    layout = Layout(seq_len=case.seq_len, block=case.block)
+    starts = layout.block_starts(0, case.device)
+    blocks = index.blocks(starts, starts)
+    if case.row_chunk:
+        blocks = with_row_bits(blocks, case.seq_len, case.row_chunk)
+    inputs = make_qkv(
+        case.seq_len, case.heads, case.kv_heads, case.dim, batch=case.batch, dtype=case.dtype, device=case.device,
+        seed=case.heads,
+    )  # fmt: skip
+    columns = index.columns if case.columns else None
+    got, ref = both(backend, backward or backend, inputs, (blocks, columns), case)
+    assert got["out"].dtype == case.dtype if case.columns_first else torch.float32
+    assert all(got[name].dtype == torch.float32 for name in ("lse", "dq", "dk", "dv"))
+    floor = inputs[3].float().square().mean().sqrt().item() if case.seq_len == 1 else 0.0
+    assert_close(got, ref, TOLERANCE[case.dtype], floor=floor)
+
+
+def both(backend, backward, inputs, kept: tuple, case: Case) -> tuple[dict, dict]:
+    """Results of the kernels and of the reference for one set of blocks and, unless None, columns."""
+    q, k, v, dout = inputs
+    blocks, columns = kept
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    gathered, table = torch.zeros(2, *q.shape[:1], q.shape[2], 0, case.dim, dtype=k.dtype, device=k.device), None
+    if columns is not None:
+        # a ring of one that holds all keys, whatever part of the queries this is
+        whole = Layout(seq_len=k.shape[1], block=case.block)
+        gathered = Columns(columns, whole, Ring.single()).gather(k, v)
+        table = columns_mask(columns, blocks.q_starts, q.shape[1])
+    ref = concatenated(q, (k, v), dout, (block_mask(blocks, q.shape[1], k.shape[1]), table), gathered, scale)
+    part, starts = None, blocks.q_starts
+    if columns is not None and case.columns_first:
+        part = backend.columns_forward(q, gathered, columns, starts, scale=scale)
+    last = {} if columns is not None and not case.columns_first else {"out_dtype": q.dtype}
+    part = backend.blocks_forward(q, (k, v), blocks, scale=scale, carry=part, **last)
+    if columns is not None and not case.columns_first:
+        part = backend.columns_forward(q, gathered, columns, starts, scale=scale, carry=part)
+    delta = (dout.float() * part.out.float()).sum(-1).transpose(1, 2).contiguous()
+    tape = Tape(dout, part.lse, delta, scale)
+    dq, dk, dv = (torch.zeros(x.shape, device=x.device) for x in (q, k, v))
+    backward.blocks_backward(q, (k, v), blocks, tape, Grads(dq, dk, dv))
+    got = {"out": part.out, "lse": part.lse, "dq": dq, "dk": dk, "dv": dv}
+    if columns is not None:
+        found = torch.zeros(gathered.shape, device=q.device)
+        backward.columns_backward(q, gathered, columns, starts, tape, Grads(dq, *found))
+        got |= {"dk columns": found[0], "dv columns": found[1]}
+    return got, ref
+
+
+def concatenated(q, kv, dout, masks, gathered, scale) -> dict:
+    """Reference over keys and gathered columns laid end to end, its gradients taken apart again."""
+    mask, table = masks
+    group = q.shape[2] // kv[0].shape[2]
+    k, v = (torch.cat([x.repeat_interleave(group, 2), g.transpose(1, 2)], 1) for x, g in zip(kv, gathered))
+    joined = mask if table is None else torch.cat([mask, table], -1)
+    ref = reference(q, k, v, dout, joined, scale)
+    length = kv[0].shape[1]
+    parts = {name: ref[name][:, length:].transpose(1, 2) for name in ("dk", "dv")}
+    for name in ("dk", "dv"):
+        ref[name] = ref[name][:, :length].unflatten(2, (-1, group)).sum(3)
+    if table is not None:
+        ref |= {"dk columns": parts["dk"], "dv columns": parts["dv"]}
+    return ref
+
+
+def columns_mask(columns, q_starts, q_len: int) -> torch.Tensor:
+    """bool [B, N, Sq, C]: a later block than the column's, not covered by a kept block."""
+    position, hit = columns.position.cpu().long(), columns.hit.cpu()
+    valid = torch.arange(position.shape[-1]) < columns.count.cpu()[..., None]
+    block_of_row = q_starts.cpu().long().repeat_interleave(columns.block)[:q_len] // columns.block
+    distance = block_of_row[:, None] - position[:, :, None] // columns.block
+    covered = hit[:, :, None].expand(-1, -1, q_len, -1).gather(-1, distance.clamp(0, hit.shape[-1] - 1))
+    return (distance > 0) & ~covered & valid[:, :, None]
+
+
+def with_row_bits(blocks: BlockIndex, k_len: int, row_chunk: int) -> BlockIndex:
+    """The same lists with random bits for each query row, bit 31 of a word and rows without any bit among them."""
+    batch, heads = blocks.count.shape[:2]
+    words = -(-(int(blocks.k_starts.max()) + blocks.block) // row_chunk // 32)
+    g = torch.Generator().manual_seed(7)
+    bits = torch.randint(-(2**31), 2**31, (batch, heads, k_len, max(words, 1)), generator=g).int()
+    bits[:, :, ::9] = 0
+    bits[:, :, 1::9] = -1
+    return replace(blocks, row_bits=bits.to(blocks.count.device), row_chunk=row_chunk)
+
+
+def dense_index(seq_len: int, heads: int, block: int, device="cpu") -> DistanceIndex:
+    return DistanceIndex.dense(1, heads, -(-seq_len // block), block, device)

@@ -1,0 +1,157 @@
+"""Checkpoints: complete or passed over, resumed to the bit, read by any number of ranks."""
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from distributed import run_workers
+from tiny import write_recipe
+
+from mtraining_nns import checkpoint
+from mtraining_nns.errors import UserError
+from mtraining_nns.recipe import Recipe
+
+# 7 samples and 2 a step: the epoch ends inside step 3. A checkpoint after steps 2, 4 and 6.
+OVERRIDES = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=3", "train.accumulation=2"]
+
+
+def run_engine(rank, world_size, path, overrides, killed_at=None):
+    """Summary of a run; killed_at: rank 0 is killed when all data of that step's checkpoint is written."""
+    from mtraining_nns import engines
+
+    publish = checkpoint._publish
+
+    def publish_or_die(partial, final):
+        if killed_at is not None and final.endswith(f"{killed_at:06d}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(partial, final)
+
+    checkpoint._publish = publish_or_die
+    return engines.train(Recipe.load(path, overrides).resolve(world_size))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """(folder, summary) of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, run_workers(run_engine, 2, write_recipe(folder, tokens=7 * 256), OVERRIDES)[0]
+
+
+@pytest.fixture
+def run(straight, tmp_path):
+    """A copy of the straight run's checkpoints to damage."""
+    return shutil.copytree(straight[0] / "run", tmp_path / "run")
+
+
+def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(straight, tmp_path):
+    path = write_recipe(tmp_path, tokens=7 * 256)
+    with pytest.raises(RuntimeError, match="died without a result|Connection closed by peer"):
+        run_workers(run_engine, 2, path, OVERRIDES, 4)
+    left = sorted(name for name in os.listdir(tmp_path / "run") if "step" in name)
+    assert left == [".step-000004.partial", "step-000002"]
+    resumed = run_workers(run_engine, 2, path, OVERRIDES)[0]
+    assert resumed["losses"] == straight[1]["losses"]
+    weights = [(folder / "run" / "hf" / "model.safetensors").read_bytes() for folder in (tmp_path, straight[0])]
+    assert weights[0] == weights[1]
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".partial")]
+
+
+def test_a_truncated_or_missing_file_passes_a_checkpoint_over(run, capsys):
+    shard = sorted((run / "step-000006").glob("shard-*"))[3]
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert checkpoint.latest_complete(str(run)).endswith("step-000004")
+    assert f"{shard.name} has {shard.stat().st_size} bytes instead of" in capsys.readouterr().out
+    (run / "step-000004" / "trainer.json").unlink()
+    assert checkpoint.latest_complete(str(run)).endswith("step-000002")
+    assert "trainer.json is missing" in capsys.readouterr().out
+    (run / "step-000002" / "manifest.json").unlink()
+    assert checkpoint.latest_complete(str(run)) is None
+
+
+def test_which_checkpoint_a_recipe_means(run, tmp_path):
+    assert checkpoint.find(str(run), "auto").endswith("step-000006")
+    assert checkpoint.find(str(tmp_path / "none"), "auto") is None
+    assert checkpoint.find(str(tmp_path / "none"), "never") is None
+    assert checkpoint.find(str(tmp_path / "none"), str(run)).endswith("step-000006")
+    assert checkpoint.find(str(tmp_path / "none"), f"{run}/step-000002/") == f"{run}/step-000002/"
+    with pytest.raises(UserError, match="holds step-000006 of another run"):
+        checkpoint.find(str(run), "never")
+    with pytest.raises(UserError, match="holds no complete checkpoint"):
+        checkpoint.find(str(run), str(tmp_path))
+    with pytest.raises(UserError, match="step-000002 is older than step-000006"):
+        checkpoint.find(str(run), str(run / "step-000002"))
+    (run / "step-000002" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="step-000002 is not complete: no readable manifest.json"):
+        checkpoint.find(str(run), str(run / "step-000002"))
+
+
+def whole_state(rank, world_size, path, source):
+    """Every tensor of a checkpoint, gathered from the ranks that read it, and the optimizer's step counters."""
+    from mtraining_nns.engines.torch import build_sharded
+    from mtraining_nns.engines.world import start
+    from mtraining_nns.optim import build_optimizer
+
+    recipe = Recipe.load(path, ["parallel.cp=null"]).resolve(world_size)
+    with start(recipe.parallel) as world:
+        model, _ = build_sharded(recipe, world, load=False)
+        state = checkpoint.State(model.lm, build_optimizer(model, recipe.train))
+        trainer = checkpoint.load(source, state)
+        steps = {float(entry["step"]) for entry in state.optimizer.state.values()}
+        return {name: x.detach().full_tensor() for name, x in state.tensors().items()}, steps, trainer["step"]
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_another_world_size_reads_the_same_state(straight, world):
+    path, source = str(straight[0] / "recipe.yaml"), str(straight[0] / "run" / "step-000004")
+    expected, *_ = run_workers(whole_state, 2, path, source)[0]
+    for found, steps, step in run_workers(whole_state, world, path, source):
+        assert steps == {4.0} and step == 4
+        assert found.keys() == expected.keys() and any(name.startswith("exp_avg_sq/") for name in found)
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+def small_state():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return checkpoint.State(model, optimizer)
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@ALONE
+def test_only_the_newest_stay_and_later_ones_of_another_run_are_not_touched(tmp_path):
+    state, files = small_state(), {checkpoint.TRAINER: '{"step": 1}'}
+    for step in (9, 1, 2, 3):
+        checkpoint.save(str(tmp_path), step, state, files=files, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000003", "step-000009"]
+
+
+@ALONE
+def test_a_failed_save_leaves_the_older_ones(tmp_path, monkeypatch):
+    state, files = small_state(), {checkpoint.TRAINER: '{"step": 1}'}
+    checkpoint.save(str(tmp_path), 1, state, files=files, keep=1)
+    monkeypatch.setattr(checkpoint, "_publish", lambda *paths: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoint.save(str(tmp_path), 2, state, files=files, keep=1)
+    assert checkpoint.latest_complete(str(tmp_path)).endswith("step-000001")
+
+
+def what_it_says(rank, world_size, path, overrides):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        run_engine(rank, world_size, path, overrides)
+    return text.getvalue()
+
+
+def test_a_resumed_run_says_what_changed_and_refuses_another_model(straight):
+    path = str(straight[0] / "recipe.yaml")
+    text = run_workers(what_it_says, 2, path, [*OVERRIDES, "train.lr=0.5"])[0]
+    assert "after step 6; train.lr 0.001 -> 0.5" in text
+    with pytest.raises(RuntimeError, match="UserError: .* is of another model .model.max_position_embeddings"):
+        run_workers(run_engine, 2, path, [*OVERRIDES, "model.max_position_embeddings=999"])

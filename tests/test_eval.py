@@ -1,0 +1,226 @@
+"""Evaluation tasks on engines whose answers are known: what is asked, what is scored, how it is weighted."""
+
+import json
+import re
+
+import pytest
+import torch
+from tiny_model import byte_tokenizer
+
+from mtraining_nns.data.prepare import PrepareConfig, prepare
+from mtraining_nns.errors import UserError
+from mtraining_nns.eval import report
+from mtraining_nns.eval.huggingface import TextTokenizer
+from mtraining_nns.eval.niah import NOISE, NiahConfig, PromptBuilder, is_correct, run_niah, split_sentences
+from mtraining_nns.eval.perplexity import PerplexityConfig, cut_sequences, position_nll, run_perplexity, spans
+from mtraining_nns.eval.text import read_source
+
+STORY = "It rained. Nobody came! Why?\nThe road was long, and the lamp was dim. Then it stopped.\n\nA new day began. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return TextTokenizer(byte_tokenizer())
+
+
+class Oracle:
+    """Reads the needle out of the prompt."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def generate(self, prompts, max_new_tokens):
+        texts = map(self.tokenizer.decode, prompts)
+        return self.tokenizer.encode([f" {re.search(r'is ([0-9]{7})[.]', text)[1]}. Next" for text in texts])
+
+
+class Echo:
+    """Repeats the prompt, needle and all, from `begin` on."""
+
+    def __init__(self, begin, end):
+        self.begin, self.end = begin, end
+
+    def generate(self, prompts, max_new_tokens):
+        return [prompt[self.begin : self.end] for prompt in prompts]
+
+
+class Counter:
+    """Loss 1 at every position but 100 where the token is 7; remembers the windows it was given."""
+
+    def __init__(self):
+        self.windows = []
+
+    def nll(self, token_ids):
+        self.windows.append(token_ids)
+        return torch.where(token_ids[1:] == 7, 100.0, 1.0)
+
+
+def test_planted_answers_score_100_and_the_prompt_scores_nothing(tokenizer):
+    config = NiahConfig(lengths=(600, 1000), depths=(0, 50, 100), samples=2)
+    builder = PromptBuilder(tokenizer, config)
+    result = run_niah(Oracle(tokenizer), builder)
+    assert len(result.scores) == 12
+    assert result.percent() == 100
+    assert run_niah(Echo(0, config.max_new_tokens), builder).percent() == 0
+    with pytest.raises(ValueError, match="new tokens only"):
+        run_niah(Echo(0, None), builder)
+
+
+def test_each_cell_has_its_own_score(tokenizer):
+    class OnlyShort(Oracle):
+        def generate(self, prompts, max_new_tokens):
+            return super().generate(prompts, max_new_tokens) if len(prompts[0]) < 700 else [[]]
+
+    result = run_niah(OnlyShort(tokenizer), PromptBuilder(tokenizer, NiahConfig(lengths=(600, 1000), depths=(0, 100))))
+    cells = {(cell["length"], cell["depth"]): cell["score"] for cell in result.as_dict()["cells"]}
+    assert cells == {(600, 0): 100, (600, 100): 100, (1000, 0): 0, (1000, 100): 0}
+    table = report.niah_table(result)
+    assert table.count("100.0") == 3 and table.splitlines()[2].split() == ["0", "%", "100.0", "0.0"]
+
+
+@pytest.mark.parametrize("bos", (False, True))
+@pytest.mark.parametrize("length", (500, 777, 4096))
+@pytest.mark.parametrize("documents", (None, (STORY * 3, STORY)))
+def test_prompts_fill_their_length_with_the_needle_at_its_depth(length, documents, bos):
+    tokenizer = TextTokenizer(byte_tokenizer(bos=bos))
+    config = NiahConfig(lengths=(length,), depths=(0, 30, 100))
+    builder = PromptBuilder(tokenizer, config, documents)
+    longest = max(map(len, builder.sentences))
+    for depth in config.depths:
+        case, ids = builder.build(length, depth, 0)
+        text = tokenizer.decode(ids)
+        needle = f" The magic number of {case.city} is {case.answer}."
+        assert length - longest < len(ids) + config.max_new_tokens <= length
+        assert case.prompt_tokens == len(ids)
+        assert text.count(case.answer) == 1
+        assert tokenizer.decode(ids[case.needle_begin :]).startswith(needle)
+        assert text.endswith(f"The magic number of {case.city} in the text is")
+        assert (ids[0] == tokenizer.first) if bos else tokenizer.first is None
+        before = case.needle_begin - len(builder.opening)
+        after = len(ids) - case.needle_begin - len(needle) - text[::-1].index("\n\n") - 2
+        assert abs(before - depth / 100 * (before + after)) <= longest / 2
+
+
+def test_a_prompt_depends_on_its_coordinates_and_the_seed_alone(tokenizer):
+    def build(seed, lengths, depths):
+        return PromptBuilder(tokenizer, NiahConfig(lengths=lengths, depths=depths, seed=seed)).build(600, 50, 1)
+
+    assert build(1, (600,), (50,)) == build(1, (1000, 600), (0, 50.0))
+    assert build(1, (600,), (50,)) != build(2, (600,), (50,))
+
+
+def test_a_length_below_the_template_is_an_error(tokenizer):
+    for length in (1, 100, 349):
+        with pytest.raises(UserError, match=f"length {length} cannot hold the template.*use at least"):
+            PromptBuilder(tokenizer, NiahConfig(lengths=(2000, length))).check()
+    shortest = int(re.search(r"at least (\d+)", str(pytest.raises(UserError, _build, tokenizer, 100).value))[1])
+    _build(tokenizer, shortest)
+    with pytest.raises(UserError, match="max_new_tokens=3 cannot hold"):
+        PromptBuilder(tokenizer, NiahConfig(lengths=(2000,), max_new_tokens=3)).check()
+
+
+def _build(tokenizer, length):
+    return PromptBuilder(tokenizer, NiahConfig(lengths=(length,), depths=(50,))).build(length, 50, 0)
+
+
+def test_half_a_million_tokens(tokenizer):
+    _, ids = _build(tokenizer, 524288)
+    assert 524288 - max(map(len, NOISE)) < len(ids) + 32 <= 524288
+
+
+def test_sentences_join_to_their_text():
+    for text in (STORY, "x" * 1000, "a b " * 300, "你好。再见！\n\n\nOne 3.14 two. ", "no end", "\n", ""):
+        pieces = split_sentences(text)
+        assert "".join(pieces) == text and all(0 < len(piece) <= 300 for piece in pieces)
+    assert split_sentences("A b. C?\nD") == ["A b.", " C?\n", "D"]
+
+
+def test_a_longer_number_is_not_the_answer():
+    assert is_correct("it is 1234567.", "1234567")
+    assert not is_correct("it is 12345678", "1234567") and not is_correct("", "1234567")
+
+
+@pytest.mark.parametrize(("length", "window", "stride"), ((1000, 256, 64), (1000, 256, 255), (14, 8, 3), (257, 256, 1)))
+def test_every_token_is_scored_once(length, window, stride):
+    engine, ids = Counter(), torch.arange(length)
+    config = PerplexityConfig(lengths=(length,), window=window, stride=stride)
+    scored = [t for span in spans(length, window, stride) for t in range(span.score_from, span.end)]
+    assert scored == list(range(1, length))
+    nll = position_nll(engine, ids, config)
+    assert nll.tolist() == [100.0 if position == 7 else 1.0 for position in range(1, length)]
+    assert all(len(seen) == window for seen in engine.windows)
+    assert len(engine.windows) == 1 + -(-(length - window) // stride)
+
+
+def test_a_window_that_covers_the_sequence_is_a_single_pass():
+    for window, stride in ((None, None), (1000, 64), (4096, 1)):
+        engine = Counter()
+        position_nll(engine, torch.arange(1000), PerplexityConfig(lengths=(1000,), window=window, stride=stride))
+        assert [len(seen) for seen in engine.windows] == [1000]
+
+
+def test_means_are_weighted_by_token():
+    ids = torch.full((2, 1000), 7)
+    ids[:, 256:] = 1
+    result = run_perplexity(Counter(), ids, PerplexityConfig(lengths=(1000,), samples=2))
+    assert [(b.begin, b.end, b.tokens, b.nll) for b in result.buckets] == [
+        (1, 256, 510, 100.0),
+        (256, 512, 512, 1.0),
+        (512, 1000, 976, 1.0),
+    ]
+    assert result.total.tokens == 1998 and result.total.nll == (510 * 100 + 1488) / 1998
+    table = report.perplexity_table([result])
+    assert len(table.splitlines()) == 2 + 3 + 2 and "1998" in table
+
+
+def test_what_perplexity_refuses():
+    for settings in ({"window": 64, "stride": 64}, {"stride": 8}, {"window": 64, "stride": 0}, {"samples": 0}):
+        with pytest.raises(UserError):
+            PerplexityConfig(lengths=(100,), **settings)
+
+    class Broken:
+        def nll(self, token_ids):
+            return torch.tensor([0.0, float("nan")])
+
+    with pytest.raises(UserError, match="position 2 is nan"):
+        position_nll(Broken(), torch.arange(3), PerplexityConfig(lengths=(3,)))
+
+
+def test_sequences_open_with_bos_and_never_repeat_text():
+    assert cut_sequences(torch.arange(10), 5, 2, None).tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert cut_sequences(torch.arange(10), 5, 2, 99).tolist() == [[99, 0, 1, 2, 3], [99, 4, 5, 6, 7]]
+    with pytest.raises(UserError, match="2 x 6 tokens needs 12 tokens of text, got 10"):
+        cut_sequences(torch.arange(10), 6, 2, None)
+
+
+def test_text_of_files_and_folders(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "first"}) + "\n")
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
+    source = read_source(tmp_path, max_bytes=1000)
+    assert source.documents == ("first", "second") and sum(source.skipped.values()) == 1
+    assert read_source(tmp_path / "b.txt", max_bytes=3).documents == ("sec",)
+    with pytest.raises(UserError, match="no evaluation text in .*not UTF-8"):
+        read_source(tmp_path / "c.bin", max_bytes=1000)
+    with pytest.raises(UserError, match="does not exist"):
+        read_source(tmp_path / "none", max_bytes=1000)
+
+
+def test_prepared_data_gives_its_heldout_documents(tmp_path):
+    texts = [f"document {i}. {STORY}" for i in range(20)]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sources, out = (str(tmp_path / "all.jsonl"),), tmp_path / "data"
+    manifest, _ = prepare(PrepareConfig(sources=sources, out=str(out), train_bpe=300, holdout=0.5))
+    heldout = read_source(out, max_bytes=10**6).documents
+    assert set(heldout) < set(texts) and len(heldout) == manifest["heldout"]["documents"]
+    assert read_source(out / "heldout", max_bytes=10**6).documents == heldout
+    assert read_source(out, max_bytes=1).documents == heldout[:1]
+    prepare(PrepareConfig(sources=sources, out=str(tmp_path / "plain"), train_bpe=300))
+    with pytest.raises(UserError, match="no held-out part"):
+        read_source(tmp_path / "plain", max_bytes=1000)
+
+
+def test_text_is_never_a_control_token(tokenizer):
+    (ids,) = tokenizer.encode(["a<eos>b"])
+    assert tokenizer.eos not in ids and tokenizer.decode(ids) == "a<eos>b"
+    assert tokenizer.stream(("ab", "c")).tolist()[2::2] == [tokenizer.eos, tokenizer.eos]

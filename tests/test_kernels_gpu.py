@@ -1,0 +1,124 @@
+"""Triton's compiled kernels against the reference, poisoned memory and all. The cases of test_kernels.py, larger."""
+
+import pytest
+import torch
+from helpers import TOLERANCE, assert_close, index_mask, make_index, make_qkv, operator_of, reference, with_grads
+from kernel_cases import Case, both, check, with_row_bits
+
+from mtraining_nns.ops import kernels
+from mtraining_nns.ops.attention import Operator
+from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.reference import causal_mask
+from mtraining_nns.ops.ring import Ring
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, FP16, FP32)
+RATIOS = ((8, 8), (14, 2), (28, 4), (16, 2), (9, 3))
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 1000, 4095)
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+def cases():
+    for dtype in DTYPES:
+        for dim in (64, 128):
+            for block in (64, 128):
+                yield Case(257, 4, 2, dim, block, 2, dtype, device="cuda")
+    for heads, kv_heads in RATIOS:
+        for dim in (64, 128):
+            yield Case(300, heads, kv_heads, dim, 128, dtype=BF16, device="cuda")
+    for seq_len in LENGTHS:
+        for dtype, block in ((BF16, 128), (FP32, 64)):
+            yield Case(seq_len, 2, 1, 128, block, dtype=dtype, columns=100, device="cuda")
+    yield Case(257, 4, 2, 64, 64, dtype=BF16, columns=0, device="cuda")
+    yield Case(257, 4, 2, 64, 64, dtype=BF16, columns_first=False, device="cuda")
+    yield Case(1000, 4, 2, 128, 128, dtype=BF16, columns=400, share=0.0, device="cuda")
+    yield Case(600, 2, 1, 128, 256, dtype=BF16, device="cuda")
+    yield Case(257, 2, 1, 16, 16, dtype=FP16, device="cuda")
+    yield Case(257, 2, 1, 32, 32, dtype=FP32, device="cuda")
+    for dim, block in ((64, 64), (128, 128)):
+        yield Case(4500, 2, 1, dim, block, dtype=BF16, row_chunk=block, share=0.2, device="cuda")
+        yield Case(500, 2, 1, dim, block, dtype=FP32, row_chunk=2 * block, columns=0, device="cuda")
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_triton_is_the_reference(case):
+    check(kernels.load("triton"), case)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("torch", "triton"), ("triton", "torch")])
+def test_backends_can_be_mixed(forward, backward):
+    for dtype in (BF16, FP32):
+        check(kernels.load(forward), Case(300, 4, 2, 64, 64, dtype=dtype, device="cuda"), kernels.load(backward))
+
+
+@pytest.mark.parametrize(("rank", "source"), [(0, 0), (1, 0), (0, 1), (2, 1)])
+@pytest.mark.parametrize("bits", [0, 128])
+def test_ring_steps_are_the_reference(rank, source, bits):
+    layout = Layout(seq_len=3000, world=3, block=128, granularity=256)
+    index = make_index(3000, 2, 128, blocks=layout.global_blocks, device="cuda", seed=5)
+    blocks = index.blocks(layout.block_starts(rank, "cuda"), layout.block_starts(source, "cuda"))
+    inputs = make_qkv(layout.local_len, 2, 1, 128, dtype=BF16, device="cuda")
+    if bits:
+        blocks = with_row_bits(blocks, layout.local_len, bits)
+    module = kernels.load("triton")
+    case = Case(layout.local_len, 2, 1, 128, 128, device="cuda")
+    assert_close(*both(module, module, inputs, (blocks, None), case), TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("seq_len", LENGTHS)
+@pytest.mark.parametrize("settings", [{"pattern": "dense"}, {"p_v": 1.0, "p_s": 1.0}], ids=["dense", "keep all"])
+def test_keep_all_is_dense(seq_len, settings):
+    inputs = make_qkv(seq_len, 2, 1, 128, dtype=BF16, device="cuda")
+    ref = reference(*inputs, causal_mask(seq_len, "cuda"))
+    operator = Operator(AttentionConfig(**settings), Ring.single(), "cuda")
+    assert operator.backend == "triton"
+    got = with_grads(operator, *inputs)
+    assert_close(got, {name: ref[name] for name in RESULTS}, TOLERANCE[BF16], floor=1.0 if seq_len == 1 else 0.0)
+
+
+@pytest.mark.parametrize("first", [64, 128])
+def test_two_block_sizes_in_one_process(first):
+    for block in (first, 192 - first, first):
+        check(kernels.load("triton"), Case(257, 2, 1, 64, block, dtype=BF16, device="cuda"))
+
+
+def test_strides_change_no_bit():
+    """q from view and transpose, k and v cut from a fused qkv, dout with stride 0."""
+    operator = operator_of(make_index(300, 4, 64, batch=2, device="cuda"), device_type="cuda")
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(2, 4, 300, 64, device="cuda", dtype=BF16, generator=g).transpose(1, 2)
+    fused = torch.randn(2, 300, 8, 64, device="cuda", dtype=BF16, generator=g)
+    views = q, fused[:, :, 2:4], fused[:, :, 5:7]
+    dout = torch.ones((), device="cuda", dtype=BF16).expand(2, 300, 4, 64)
+
+    def run(tensors, dout):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(operator(*leaves), leaves, dout)
+
+    expected = run([x.contiguous() for x in views], dout.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(run(views, dout), expected))
+    assert all(x.abs().max() > 1e-3 for x in expected)
+
+
+def test_the_backward_pass_gives_one_result():
+    """30 passes, one hash: nothing is added atomically."""
+    operator = operator_of(make_index(1000, 4, 128, columns=200, device="cuda"), device_type="cuda")
+    inputs = make_qkv(1000, 4, 2, 128, dtype=BF16, device="cuda")
+    first = with_grads(operator, *inputs)
+    for _ in range(29):
+        assert all(torch.equal(x, first[name]) for name, x in with_grads(operator, *inputs).items())
+
+
+def test_the_estimate_on_a_gpu_keeps_what_algorithm_1_keeps():
+    """The same inputs on the CPU; scores differ in their last bits, so a pair at the edge of a budget may flip."""
+    settings = {"block": 64, "p_v": 0.6, "p_s": 0.5, "local": 64, "sinks": 4}
+    q, k, v, _ = make_qkv(1000, 4, 2, 64)
+    masks = []
+    for device in ("cpu", "cuda"):
+        operator = Operator(AttentionConfig(**settings), Ring.single(), device)
+        operator(*(x.to(device) for x in (q, k, v)))
+        masks.append(index_mask(operator.last[0][0], 1000))
+    assert masks[0].float().mean() < 0.45
+    assert (masks[0] != masks[1]).float().mean() < 1e-3

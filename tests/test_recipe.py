@@ -1,0 +1,152 @@
+"""Recipes: keys, types, ranges, overrides, and what depends on the launch; every mistake is one line."""
+
+import json
+
+import pytest
+
+from mtraining_nns.errors import UserError
+from mtraining_nns.recipe import Recipe
+
+MINIMAL = """
+model: {init: {model_type: llama}}
+data: {path: DATA}
+train: {steps: 2, seq_len: 256, lr: 1e-3}
+attention: {block: 64}
+checkpoint: {dir: out}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A function that loads the minimal recipe, its data prepared, with overrides."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "manifest.json").write_text(json.dumps({"format": 1, "dtype": "uint16", "vocab_size": 300}))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL.replace("DATA", str(data)))
+    return lambda *overrides: Recipe.load(str(path), overrides)
+
+
+def test_defaults_types_and_overrides(recipe):
+    overrides = [
+        "train.lr=2e-4",
+        "train.betas=[0.8, 0.9]",
+        "model.init.rope_theta=1e6",
+        "attention.dense_layers=[0, 2]",
+    ]
+    loaded = recipe(*overrides)
+    assert loaded.train.lr == 2e-4 and loaded.train.betas == (0.8, 0.9) and loaded.train.clip == 1.0
+    assert loaded.model.init == {"model_type": "llama", "rope_theta": 1e6}
+    assert loaded.attention.dense_layers == (0, 2) and loaded.parallel.cp is None
+
+
+def test_resolve_fills_what_the_launch_decides(recipe):
+    resolved = recipe("parallel.dp=2").resolve(world=4)
+    assert (resolved.parallel.cp, resolved.attention.granularity) == (2, 64)
+    assert (resolved.log.dir, resolved.export.dir) == ("out/tensorboard", "out/hf")
+    assert resolved.model.init["vocab_size"] == 300
+    assert resolved.resolve(world=4) == resolved
+
+
+def test_yaml_round_trip(recipe, tmp_path):
+    resolved = recipe("attention.dense_layers=[1]", "train.eps=1e-8").resolve(world=2)
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved.to_yaml())
+    assert Recipe.load(str(again)) == resolved
+
+
+def test_the_demo_recipe_loads_and_splits_in_many_stripes():
+    demo = Recipe.load("recipes/demo.yaml")
+    assert demo.train.seq_len // (demo.parallel.cp * demo.attention.stripe) >= 2
+
+
+# override, words that the one line must hold: the key, what was got, what to do
+MISTAKES = [
+    ("train.sequence_len=4", ["train.sequence_len", "did you mean", "seq_len"]),
+    ("trian.steps=4", ["trian", "did you mean train"]),
+    ("train.steps=many", ["train.steps", "int", "'many'"]),
+    ("train.steps=2.5", ["train.steps", "int", "2.5"]),
+    ("train.steps=true", ["train.steps", "int", "True"]),
+    ("train.steps=0", ["train.steps", "at least 1", "0"]),
+    ("train.lr=nan", ["train.lr"]),
+    ("train.lr=.nan", ["train.lr"]),
+    ("train.betas=[0.9]", ["train.betas", "2 float"]),
+    ("train.recompute=1", ["train.recompute", "bool"]),
+    ("train.precision=fp16", ["train.precision", "bf16, fp32", "fp16"]),
+    ("train=5", ["train", "section"]),
+    ("attention.pattern=xattention", ["attention.pattern", "xattention", "not available"]),
+    ("attention.pattern=spiral", ["attention.pattern", "spiral", "vertical_slash"]),
+    ("attention.backend=cute", ["attention.backend", "not available"]),
+    ("attention.granularity=96", ["granularity=96", "block=64"]),
+    ("attention.dense_layers=[a]", ["attention.dense_layers", "int"]),
+    ("parallel.ring=hierarchical", ["parallel.ring=hierarchical", "not available"]),
+    ("parallel.inner_mode=gather", ["parallel.inner_mode=gather", "not available"]),
+    ("parallel.inner=2", ["parallel.inner=2", "hierarchical"]),
+    ("parallel.offload=true", ["parallel.offload=true", "not available"]),
+    ("parallel.zero=1", ["parallel.zero", "2, 3"]),
+    ("model.path=some/model", ["exactly one", "model.path"]),
+    ("model.init=null", ["exactly one", "model.init"]),
+    ("model.init={hidden_size: 8}", ["model_type"]),
+    ("data.path=null", ["data.path", "str"]),
+    ("steps=4", ["section.key=value"]),
+    ("train.steps", ["section.key=value"]),
+    ("train.steps.more=1", ["steps", "no section"]),
+    ("train.steps=[1", ["not YAML"]),
+]
+
+
+@pytest.mark.parametrize("override, words", MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_a_mistake_is_one_line(recipe, override, words):
+    with pytest.raises(UserError) as caught:
+        recipe(override)
+    line = str(caught.value)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+# overrides, processes, words
+LAUNCHES = [
+    (["parallel.cp=2"], 4, ["parallel.cp=2", "needs 2 processes", "launched with 4"]),
+    (["parallel.dp=3"], 4, ["parallel.dp=3", "divide the 4"]),
+    (["train.seq_len=255"], 4, ["striped", "train.seq_len must be at least 256", "got 255"]),
+    (["train.seq_len=500", "attention.granularity=128"], 4, ["granularity=128", "at least 512"]),
+    (["train.seq_len=500", "attention.layout=zigzag"], 4, ["zigzag", "at least 512", "got 500"]),
+    (["train.seq_len=257", "attention.layout=contiguous"], 4, ["contiguous", "got 257"]),
+    (["data.path=nowhere"], 1, ["data.path", "nowhere", "mtraining prepare"]),
+    (["data.eval_path=nowhere"], 1, ["data.eval_path", "nowhere", "mtraining prepare"]),
+    (["log.eval_every=5"], 1, ["log.eval_every=5", "data.eval_path"]),
+    (["checkpoint.resume=nowhere"], 1, ["checkpoint.resume=nowhere"]),
+    (["model.init=null", "model.path=./nowhere"], 1, ["model.path=./nowhere", "hf download"]),
+    (["model.init.vocab_size=200"], 1, ["vocab_size=200", "300"]),
+]
+
+
+@pytest.mark.parametrize("overrides, world, words", LAUNCHES, ids=[" ".join(case[0]) for case in LAUNCHES])
+def test_a_launch_that_does_not_fit_is_one_line(recipe, overrides, world, words):
+    loaded = recipe(*overrides)
+    with pytest.raises(UserError) as caught:
+        loaded.resolve(world)
+    line = str(caught.value)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("train: [", ["not valid YAML"]),
+        ("- a\n- b\n", ["must hold sections", "list"]),
+        ("train: {steps: 1, steps: 2}", ["given twice", "steps"]),
+        ("model: {path: x}", ["lacks data.path", "str"]),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path, text, words):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        Recipe.load(str(path))
+    line = str(caught.value)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot read the recipe .*nowhere.yaml"):
+        Recipe.load(str(tmp_path / "nowhere.yaml"))

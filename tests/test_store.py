@@ -1,0 +1,235 @@
+"""The index of a forward pass is the index of its backward pass, with and without activation checkpointing."""
+
+import pytest
+import torch
+from helpers import make_index, make_qkv, operator_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mtraining_nns.ops.attention import Operator
+from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.ring import Ring
+from mtraining_nns.ops.store import MOST_PENDING, IndexStore
+
+SETTINGS = {"block": 16, "budget": "fixed", "k_v": 6, "k_s": 1, "sinks": 0, "local": 0, "last_q": 8}
+
+
+class FreshIndexEachTime:
+    """A pattern whose every estimate differs, so that a second estimate is seen in the gradients."""
+
+    def __init__(self):
+        self.built = []
+
+    def build(self, q, k, place, config, scale):
+        index = make_index(q.shape[1], q.shape[2], 16, batch=q.shape[0], share=0.3, seed=len(self.built))
+        self.built.append(index)
+        return index
+
+
+def fresh_operator():
+    op = Operator(AttentionConfig(**SETTINGS), Ring.single(), "cpu")
+    pattern = FreshIndexEachTime()
+    op._pattern = lambda layer, layout: pattern
+    return op, pattern
+
+
+class Layers(nn.Module):
+    """A stack of projections around the operator, as a transformer has them; each layer may be checkpointed."""
+
+    def __init__(self, op, layers=3, **checkpointing):
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.checkpointing = op, checkpointing
+        self.attention = nn.ModuleList(nn.Linear(32, 96) for _ in range(layers))
+        self.mlp = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+
+    def layer(self, x, i):
+        q, k, v = self.attention[i](x).unflatten(-1, (6, 16)).split(2, 2)
+        return self.mlp[i](self.op(q, k, v, layer=i).flatten(2)) + x
+
+    def forward(self, x):
+        for i in range(len(self.mlp)):
+            x = checkpoint(self.layer, x, i, **self.checkpointing) if self.checkpointing else self.layer(x, i)
+        return x
+
+
+def grads(model, *losses):
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same_bits(got, expected):
+    assert len(got) == len(expected) > 0
+    for a, b in zip(got, expected):
+        assert torch.equal(a, b) and b.abs().max() > 0
+
+
+def inputs(seed=0, seq_len=100):
+    return torch.randn(1, seq_len, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def is_empty(op) -> bool:
+    return not any(op.store.pending.values())
+
+
+def test_checkpointing_changes_no_bit_and_builds_once():
+    results = []
+    for checkpointing in ({}, {"use_reentrant": False}):
+        op, pattern = fresh_operator()
+        model = Layers(op, **checkpointing)
+        results.append(grads(model, model(inputs()).square().mean()))
+        assert len(pattern.built) == 3
+        assert is_empty(op)
+    assert_same_bits(results[1], results[0])
+
+
+def test_exact_ties_are_broken_once():
+    """Constant rows: every key has the same mass."""
+    x = inputs()[:, :1].expand(-1, 100, -1)
+    results = []
+    for checkpointing in ({}, {"use_reentrant": False}):
+        op = Operator(AttentionConfig(**SETTINGS), Ring.single(), "cpu")
+        model = Layers(op, **checkpointing)
+        results.append(grads(model, (model(x) * inputs(1)).sum()))
+    assert_same_bits(results[1], results[0])
+
+
+def test_steps_with_accumulation():
+    results = []
+    for checkpointing in ({}, {"use_reentrant": False}):
+        op, pattern = fresh_operator()
+        model = Layers(op, **checkpointing)
+        for seed in range(3):  # gradients add up
+            model(inputs(seed)).square().mean().backward()
+            assert is_empty(op)
+        results.append([p.grad for p in model.parameters()])
+        assert len(pattern.built) == 9
+    assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first forward first", "last forward first"])
+@pytest.mark.parametrize("checkpointing", [{}, {"use_reentrant": False}], ids=["plain", "checkpointed"])
+def test_two_forwards_before_two_backwards(checkpointing, order):
+    """Gradients of the two calls do not depend on which goes back first."""
+    op, _ = fresh_operator()
+    plain = Layers(op, layers=1)
+    expected = [grads(plain, plain(inputs(seed)).square().mean()) for seed in (0, 1)]
+    op, _ = fresh_operator()
+    model = Layers(op, layers=1, **checkpointing)
+    losses = [model(inputs(seed)).square().mean() for seed in (0, 1)]
+    for i in order:
+        assert_same_bits(grads(model, losses[i]), expected[i])
+    assert is_empty(op)
+
+
+@pytest.mark.parametrize("checkpointing", [{}, {"use_reentrant": False}], ids=["plain", "checkpointed"])
+def test_one_backward_of_two_calls(checkpointing):
+    """A model that runs its layer twice in one graph."""
+    results = []
+    for mode in ({}, checkpointing):
+        op, _ = fresh_operator()
+        model = Layers(op, layers=1, **mode)
+        results.append(grads(model, (model(model(inputs())) + model(inputs(1))).square().mean()))
+        assert is_empty(op)
+    assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("checkpointing", [{}, {"use_reentrant": False}], ids=["plain", "checkpointed"])
+def test_an_evaluation_between_forward_and_backward(checkpointing):
+    op, pattern = fresh_operator()
+    model = Layers(op, **checkpointing)
+    expected = grads(model, model(inputs()).square().mean())
+    pattern.built.clear()
+    loss = model(inputs()).square().mean()
+    with torch.no_grad():
+        model(inputs(5))
+        model(inputs(6, seq_len=40))
+    assert_same_bits(grads(model, loss), expected)
+    assert is_empty(op)
+
+
+def test_a_forward_without_gradients_keeps_nothing():
+    op, pattern = fresh_operator()
+    with torch.no_grad():
+        op(*make_qkv(50)[:3])
+    op(*make_qkv(50)[:3])
+    with torch.inference_mode():
+        op(*make_qkv(50)[:3])
+    assert len(pattern.built) == 3 and is_empty(op)
+
+
+def test_a_forward_whose_backward_never_comes():
+    """A skipped step leaves an index behind; the next steps are right all the same, and there is a bound."""
+    op, pattern = fresh_operator()
+    model = Layers(op, use_reentrant=False)
+    for _ in range(2 * MOST_PENDING):
+        model(inputs(9))
+    assert all(len(waiting) <= MOST_PENDING for waiting in op.store.pending.values())
+    pattern.built.clear()
+    got = grads(model, model(inputs()).square().mean())
+    op, _ = fresh_operator()
+    plain = Layers(op)
+    assert_same_bits(got, grads(plain, plain(inputs()).square().mean()))
+
+
+def test_reentrant_checkpointing_is_named_in_the_error():
+    op, _ = fresh_operator()
+    model = Layers(op, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="layer 2.*use_reentrant=False"):
+        model(inputs().requires_grad_()).sum().backward()
+
+
+def test_more_forwards_than_the_store_holds_is_an_error():
+    op, _ = fresh_operator()
+    model = Layers(op, layers=1, use_reentrant=False)
+    losses = [model(inputs(seed)).square().mean() for seed in range(MOST_PENDING + 1)]
+    for loss in losses[:0:-1]:
+        loss.backward()
+    with pytest.raises(RuntimeError, match=f"layer 0.*at most {MOST_PENDING} forward passes"):
+        losses[0].backward()
+
+
+def test_a_frozen_attention_in_a_checkpointed_layer():
+    """q, k, v need no gradient, yet the layer is run again for its MLP."""
+    results = []
+    for checkpointing in ({}, {"use_reentrant": False}):
+        op, _ = fresh_operator()
+        model = Layers(op, layers=1, **checkpointing)
+        model.attention.requires_grad_(False)
+        results.append(grads(model, model(inputs()).square().mean()))
+    assert_same_bits(results[1], results[0])
+
+
+def test_a_graph_can_go_back_twice():
+    op, _ = fresh_operator()
+    model = Layers(op)
+    loss = model(inputs()).square().mean()
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert_same_bits(torch.autograd.grad(loss, list(model.parameters())), first)
+
+
+def test_layers_keep_their_own_indices():
+    store = IndexStore()
+    tokens = [store.take_or_build(layer, lambda i=i: f"index {i}", keep=True)[0] for i, layer in enumerate((0, 1, 0))]
+    assert len(set(tokens)) == 3
+    assert [[kept for _, kept in store.pending[layer]] for layer in (0, 1)] == [["index 0", "index 2"], ["index 1"]]
+    store.drop(tokens[0])
+    store.drop(None)
+    store.drop(tokens[0])
+    assert [[kept for _, kept in store.pending[layer]] for layer in (0, 1)] == [["index 2"], ["index 1"]]
+
+
+def test_building_records_no_gradient():
+    store = IndexStore()
+    x = torch.ones(3, requires_grad=True)
+    assert not store.take_or_build(0, lambda: x * 2, keep=True)[1].requires_grad
+
+
+def test_the_given_index_is_used():
+    """The stub of these tests does what it says."""
+    index = make_index(100, 4, 16)
+    op = operator_of(index)
+    op(*make_qkv(100)[:3])
+    assert op.last[0][0] is index
