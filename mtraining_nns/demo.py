@@ -3,7 +3,7 @@
     python -m mtraining_nns.demo                    real text: the sources of Python's standard library
     python -m mtraining_nns.demo --source DIR       any folder of text
 
-Everything goes through the verbs of the command line, so each line it prints can be run by hand. Results stay in runs/demo.
+Everything goes through the verbs of the command line, so each line it prints can be run by hand. Results: runs/demo.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def table(model: Path) -> str:
     base, sparse = (json.loads((RUN / stage / "summary.json").read_text()) for stage in ("base", "sparse"))
     results = json.loads((RUN / "eval" / "results.json").read_text())
     rows = [
-        ("base stage, dense, 1024 tokens: loss at first and last step", f"{base['first_loss']:.4f} {base['last_loss']:.4f}"),
-        ("sparse stage, 2048 tokens: loss at first and last step", f"{sparse['first_loss']:.4f} {sparse['last_loss']:.4f}"),
+        ("base stage, dense, 1024 tokens: loss at first and last step", ends(base)),
+        ("sparse stage, 2048 tokens: loss at first and last step", ends(sparse)),
         ("held-out loss, dense attention", f"{sparse['eval/loss_dense']:.4f}"),
         ("held-out loss, sparse attention, same weights", f"{sparse['eval/loss_sparse']:.4f}"),
         ("density of the kept pairs, mean over layers", f"{sparse['attention/density']:.3f}"),
@@ -71,6 +71,10 @@ def table(model: Path) -> str:
     width = max(len(name) for name, _ in rows)
     files = f"model {model}, logs {RUN / 'sparse' / 'tensorboard'}, resolved recipe {RUN / 'sparse' / 'recipe.yaml'}"
     return "\n" + "\n".join(f"{name:{width}}  {value}" for name, value in rows) + "\n" + files
+
+
+def ends(summary: dict) -> str:
+    return f"{summary['first_loss']:.4f} {summary['last_loss']:.4f}"
 
 
 def export_difference(model: Path) -> float:

@@ -4,9 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="mtraining")
     hf.attach(model, Operator(AttentionConfig(p_v=0.9, p_s=0.9), Ring.single(), "cuda"))
 
-Qwen2 and Llama families. The operator is plain causal attention over one document a row: padding masks, packed documents,
-sliding windows, dropout and score caps are refused, never ignored. The pattern is chosen from the last queries, so which
-keys an early query keeps can depend on later tokens; no query ever attends to one.
+Qwen2 and Llama families. The operator is plain causal attention over one document a row: padding masks, packed
+documents, sliding windows, dropout and score caps are refused, never ignored. The pattern is chosen from the last
+queries, so which keys an early query keeps can depend on later tokens; no query ever attends to one.
 
 Generation: the prompt runs through the operator, every further token attends densely to the cache.
 """
@@ -57,7 +57,7 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def sequence(model: nn.Module, *, seq_len: int) -> Iterator[None]:
-    """The forwards inside carry this rank's shard of a sequence of `seq_len` tokens, laid out by the operator's layout."""
+    """Forwards inside carry this rank's shard of a sequence of `seq_len` tokens, in the operator's layout."""
     shared = _attention_layers(model)[0]._mtraining
     before, shared.seq_len = shared.seq_len, seq_len
     try:
@@ -78,8 +78,8 @@ def check_model(model: nn.Module) -> None:
         config, "use_sliding_window", False
     ):
         raise ValueError(
-            "the model uses sliding-window attention, expected full attention in every layer; set use_sliding_window=false"
-            " in its config if you mean to train it without windows"
+            "the model uses sliding-window attention, expected full attention in every layer;"
+            " set use_sliding_window=false in its config if you mean to train it without windows"
         )
     if not _attention_layers(model):
         raise ValueError(
@@ -131,8 +131,8 @@ def _decode(query, key, value, scale):
     """One new token against the cache: dense, every cached key is visible."""
     if query.shape[2] != 1:
         raise ValueError(
-            f"got {query.shape[2]} queries for {key.shape[2]} cached keys; give the whole prompt at once (no chunked prefill,"
-            " no static cache), then one token at a time"
+            f"got {query.shape[2]} queries for {key.shape[2]} cached keys; give the whole prompt at once"
+            " (no chunked prefill, no static cache), then one token at a time"
         )
     out = nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)

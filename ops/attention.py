@@ -100,7 +100,8 @@ class Operator:
         if q.shape[1] != expected or k.shape[1] != expected:
             raise ValueError(
                 f"rank {self.ring.rank} of {self.ring.world} holds {expected} tokens of a sequence of {seq_len}"
-                f" ({layout.kind}, block {layout.block}), got q {tuple(q.shape)}, k {tuple(k.shape)}; shard with Layout.shard"
+                f" ({layout.kind}, block {layout.block}), got q {tuple(q.shape)}, k {tuple(k.shape)};"
+                " shard with Layout.shard"
             )
         if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
             raise ValueError(

@@ -1,8 +1,9 @@
 """Columns are gathered once, not circulated.
 
-A head's vertical lines are a few thousand keys out of hundreds of thousands. Each rank writes its own rows into a zeroed
-buffer and a sum over the ring makes it whole on every rank: exact, since every row has one owner, and no rank waits to
-learn how many rows there are. Gradients go the same way back: summed over the ring, then added into the owner's rows.
+A head's vertical lines are a few thousand keys out of hundreds of thousands. Each rank writes its own rows into a
+zeroed buffer and a sum over the ring makes it whole on every rank: exact, since every row has one owner, and no
+rank waits to learn how many rows there are. Gradients go the same way back: summed over the ring, then added into
+the owner's rows.
 """
 
 import torch

@@ -61,7 +61,7 @@ class ColumnIndex:
     """Kept columns: keys that every query of a later block sees.
 
     position: int32 [B, N, C] ascending global key positions, NO_COLUMN past count; count: int32 [B, N].
-    hit: bool [B, N, n], the same table as in DistanceIndex: a query in global block i sees the column at position c only
+    hit: bool [B, N, n], the same table as in DistanceIndex: query block i sees the column at position c only
     where i > c // block and not hit[i - c // block], since a kept block already covers it otherwise.
     block: tokens per block.
     """

@@ -5,8 +5,8 @@
     striped                    0 2 4 6       1 3 5 7       stripes of `granularity` tokens
     zigzag (4 chunks)          0 3           1 2           two mirrored chunks a rank
 
-Sequences are padded at the end to the next length that every rank can share in whole blocks, so a local block of `block`
-tokens is always one global block. Padding comes after every real token, hence no causal query ever sees it.
+Sequences are padded at the end to the next length that every rank can share in whole blocks, so a local block of
+`block` tokens is always one global block. Padding comes after every real token, hence no causal query ever sees it.
 Token order is set once, in the collator; no layer shuffles.
 """
 
@@ -85,7 +85,7 @@ class Layout:
         return torch.arange(rank, self.padded_len // self.chunk, self.world)
 
     def positions(self, rank: int, device=None) -> torch.Tensor:
-        """int64 [local_len]: global position of each local token; values >= seq_len are padding. Shared, do not write."""
+        """int64 [local_len]: global position of each local token; values >= seq_len are padding. Do not write."""
         return _tables(self, rank, torch.device(device or "cpu"))[0]
 
     def block_starts(self, rank: int, device=None) -> torch.Tensor:

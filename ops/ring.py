@@ -1,7 +1,7 @@
 """The ring of ranks that share one sequence, and its double-buffered exchange.
 
-Build rings once at start (`Ring.create`), never inside the operator: creating a process group is collective over the whole
-world. At step t a rank works on the keys of source (rank - t) mod world while the next keys are under way:
+Build rings once at start (`Ring.create`), never inside the operator: creating a process group is collective over the
+whole world. At step t a rank works on the keys of source (rank - t) mod world while the next are under way:
 
     rank 0:  K0  K3  K2  K1        every step sends to rank + 1 and receives from rank - 1
     rank 1:  K1  K0  K3  K2
@@ -35,8 +35,8 @@ class Ring:
     def create(cls, size: int, timeout: timedelta | None = None) -> "Ring":
         """Cut the world into rings of `size` neighbouring ranks, connect them, and return this rank's ring.
 
-        Collective: every rank of the world calls it once, with the same size. `timeout` is how long an exchange may take
-        before it is an error. Raises ValueError if the world cannot be cut.
+        Collective: every rank of the world calls it once, with the same size. `timeout` is how long an exchange may
+        take before it is an error. Raises ValueError if the world cannot be cut.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if size < 1 or world % size:

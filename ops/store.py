@@ -1,9 +1,9 @@
 """The index of a forward pass, kept until the backward pass runs that forward again.
 
-Under activation checkpointing (`torch.utils.checkpoint`, use_reentrant=False) a layer's forward runs a second time inside
-the backward pass. Estimating again would cost the estimate twice, put its collectives inside the recomputation, and pick
-other columns where two masses tie. So the first run leaves its index here and the second takes it back. An index is a
-few megabytes at most, tiny beside a layer's activations.
+Under activation checkpointing (`torch.utils.checkpoint`, use_reentrant=False) a layer's forward runs a second time
+inside the backward pass. Estimating again would cost the estimate twice, put its collectives inside the
+recomputation, and pick other columns where two masses tie. So the first run leaves its index here and the second
+takes it back. An index is a few megabytes at most, tiny beside a layer's activations.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class IndexStore:
         if in_backward():
             if not waiting:
                 raise RuntimeError(
-                    f"layer {layer}: the forward pass that is being recomputed left no index; use activation checkpointing"
+                    f"layer {layer}: the forward pass that is being recomputed left no index; checkpoint activations"
                     f" with use_reentrant=False and at most {MOST_PENDING} forward passes before their backward passes"
                 )
             return None, waiting.pop()[1]

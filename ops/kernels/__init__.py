@@ -1,12 +1,12 @@
 """Kernel backends. Each is a module with the same four functions, loaded only when asked for.
 
-    blocks_forward(q, kv, index, *, scale, carry=None, out_dtype=None) -> Partial       BlockIndex, kv = (k, v) of one rank
-    blocks_backward(q, kv, index, tape, grads)                                           adds into grads
-    columns_forward(q, kv, columns, q_starts, *, scale, carry=None) -> Partial          kv = gathered columns
-    columns_backward(q, kv, columns, q_starts, tape, grads)                             adds into grads
+    blocks_forward(q, kv, index, *, scale, carry=None, out_dtype=None) -> Partial     kv = (k, v) of one rank
+    blocks_backward(q, kv, index, tape, grads)                                        adds into grads
+    columns_forward(q, kv, columns, q_starts, *, scale, carry=None) -> Partial        kv = gathered columns
+    columns_backward(q, kv, columns, q_starts, tape, grads)                           adds into grads
 
-Shapes: q [B, Sq, N, D]; k, v [B, Sk, H, D] with N a multiple of H, never expanded; gathered columns [B, N, C, D], zero past
-the count. `carry` is attention over other keys of the same queries and is merged in.
+Shapes: q [B, Sq, N, D]; k, v [B, Sk, H, D] with N a multiple of H, never expanded; gathered columns [B, N, C, D],
+zero past the count. `carry` is attention over other keys of the same queries and is merged in.
 """
 
 import importlib

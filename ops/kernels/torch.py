@@ -1,7 +1,7 @@
 """Sparse attention in plain torch, vectorised over heads and over the kept blocks of a query block.
 
-The backend for CPUs: one gather and two matrix products for each query block. On a GPU it works but waits for the device
-once a query block; use the Triton backend there. Scores and sums are fp32 for every input type.
+The backend for CPUs: one gather and two matrix products for each query block. On a GPU it works but waits for the
+device once a query block; use the Triton backend there. Scores and sums are fp32 for every input type.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Sparse attention on Triton: checks, tile sizes and launches. The device code is in triton_blocks and triton_columns.
 
-The default on CUDA devices, from compute capability 8.0. On CPU tensors it runs only under TRITON_INTERPRET=1, for kernel
-tests: milliseconds a tile, far too slow to train.
+The default on CUDA devices, from compute capability 8.0. On CPU tensors it runs only under TRITON_INTERPRET=1, for
+kernel tests: milliseconds a tile, far too slow to train.
 """
 
 from typing import NamedTuple
@@ -94,7 +94,8 @@ def columns_backward(q, kv, columns: ColumnIndex, q_starts, tape: Tape, grads: G
     sizes = _column_sizes(q, columns, q_starts, tape.scale)
     triton_columns.columns_dq[(_programs(q, columns, tiles, len(q_starts)),)](
         *tensors, columns.visible(q_starts), q_starts, grads.dq,
-        *sizes, BLOCK=columns.block, M=tiles.rows, T=tiles.keys, D=q.shape[3], PRECISION=_precision(q), **_launch(tiles),
+        *sizes, BLOCK=columns.block, M=tiles.rows, T=tiles.keys, D=q.shape[3],
+        PRECISION=_precision(q), **_launch(tiles),
     )  # fmt: skip
     tiles = _tiles("dkv", q, columns.block)
     heads, width = q.shape[0] * q.shape[2], k.shape[2]

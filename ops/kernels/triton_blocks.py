@@ -1,11 +1,11 @@
 """Device code of block-sparse attention: forward, dQ, and dK with dV.
 
-One program owns a tile of queries (forward, dQ) or of keys (dK, dV) and walks the list of blocks on the other side, so no
-result is shared between programs and nothing is added atomically. Only the block on the diagonal needs a causal mask; it
-stands last in a query block's list and first in a key block's.
+One program owns a tile of queries (forward, dQ) or of keys (dK, dV) and walks the list of blocks on the other side,
+so no result is shared between programs and nothing is added atomically. Only the block on the diagonal needs a
+causal mask; it stands last in a query block's list and first in a key block's.
 
-Shapes: q, dout, out [B, Sq, N, D]; k, v [B, Sk, H, D]; lse, delta [B, N, Sq]; lists [B, N, blocks, width]. M query rows and
-T key rows a tile, BLOCK tokens a block, G = N / H query heads a key head. All contiguous.
+Shapes: q, dout, out [B, Sq, N, D]; k, v [B, Sk, H, D]; lse, delta [B, N, Sq]; lists [B, N, blocks, width]. M query
+rows and T key rows a tile, BLOCK tokens a block, G = N / H query heads a key head. All contiguous.
 """
 
 import triton

@@ -1,9 +1,10 @@
 """Device code of column attention: every query block against a list of single keys, gathered beforehand.
 
-A column is seen by all rows of a query block or by none: it must lie in an earlier block, and no kept block may cover it,
-which the table hit[distance in blocks] tells. So one bit a column and query block masks a whole tile.
+A column is seen by all rows of a query block or by none: it must lie in an earlier block, and no kept block may
+cover it, which the table hit[distance in blocks] tells. So one bit a column and query block masks a whole tile.
 
-Shapes: q, dout, out [B, Sq, N, D]; gathered k, v [B, N, C, D]; position [B, N, C]; hit [B, N, n]; lse, delta [B, N, Sq].
+Shapes: q, dout, out [B, Sq, N, D]; gathered k, v [B, N, C, D]; position [B, N, C]; hit [B, N, n]; lse and
+delta [B, N, Sq].
 """
 
 import triton
@@ -42,7 +43,6 @@ def columns_forward(
     head = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tiles - 1 - tl.program_id(0) % tiles
     b, n, i = head // N, head % N, tile // (BLOCK // M)
-    rows = tile * M + tl.arange(0, M)
     own = b * Sq * N * D + n * D
     q = load_rows(Q + own, tile * M, N * D, Sq, M, D, True)
     if CARRY:

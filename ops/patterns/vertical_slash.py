@@ -4,9 +4,9 @@
     columns   sum of A over the queries                                  one entry per key
     slashes   sum of A along diagonals, pooled into bins of `block`      bin b: distances [b * block, (b + 1) * block)
 
-Top-p keeps the fewest largest entries whose mass reaches p, the entry that crosses p included; a fixed budget keeps the k
-largest. A kept bin keeps block diagonals b and b + 1, which together cover each of its distances. Sinks, the local band
-and the main diagonal are added after the budgets. Source: MTraining, algorithm 1.
+Top-p keeps the fewest largest entries whose mass reaches p, the entry that crosses p included; a fixed budget keeps
+the k largest. A kept bin keeps block diagonals b and b + 1, which together cover each of its distances. Sinks, the
+local band and the main diagonal are added after the budgets. Source: MTraining, algorithm 1.
 
 Columns are chosen from each rank's own best `cap`, which contain the global best `cap`. Bins are summed over the ring
 before the budget, since one diagonal crosses all ranks. Ties go to the earlier key and the shorter distance. Nothing
@@ -34,7 +34,7 @@ def build(q, k, place: Place, config: AttentionConfig, scale: float) -> Distance
 def masses(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention mass of the last queries.
 
-    Returns columns fp32 [B, N, S_local], of this rank's keys (-1 at padding), and bins fp32 [B, N, n], of the whole ring.
+    Returns columns fp32 [B, N, S_local] of this rank's keys (-1 at padding) and bins fp32 [B, N, n] of the ring.
     """
     layout, ring = place
     queries, rows = _last_queries(q, place, config.last_q)
@@ -120,7 +120,7 @@ def _slashes(bins, seq_len: int, config: AttentionConfig):
 
 
 def _columns(mass, place: Place, config: AttentionConfig):
-    """(position int32 [B, N, C], count int32 [B, N], capped int32): the kept columns of the whole ring and the sinks."""
+    """(position int32 [B, N, C], count int32 [B, N], capped int32): the kept columns of the ring and the sinks."""
     layout, ring = place
     cap, sinks = min(config.cap, layout.seq_len), min(config.sinks, layout.seq_len)
     order, best = _descending(mass)

@@ -4,8 +4,8 @@
     python tests/bench/attention.py --seq 32768 --heads 9 --kv-heads 3 --dim 64
     python tests/bench/attention.py --sweep                 tile sizes, to choose the table in ops/kernels/triton.py
 
-TFLOP/s count 4 * D * kept pairs forward and 2.5 times that backward. Times are medians of CUDA events. The index is given;
-its cost, estimate and lists apart, stands in rows of its own.
+TFLOP/s count 4 * D * kept pairs forward and 2.5 times that backward. Times are medians of CUDA events. The index is
+given; its cost, estimate and lists apart, stands in rows of its own.
 """
 
 import argparse
