@@ -58,7 +58,9 @@ def detach(model: nn.Module) -> None:
 @contextmanager
 def sequence(model: nn.Module, *, seq_len: int) -> Iterator[None]:
     """Forwards inside carry this rank's shard of a sequence of `seq_len` tokens, in the operator's layout."""
-    shared = _attention_layers(model)[0]._mtraining
+    shared = getattr(next(iter(_attention_layers(model)), None), "_mtraining", None)
+    if shared is None:
+        raise ValueError("hf.sequence needs a model with an operator; call hf.attach(model, operator) first")
     before, shared.seq_len = shared.seq_len, seq_len
     try:
         yield
@@ -95,6 +97,8 @@ def rope_check(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
             continue
+        if module.inv_freq.is_meta:
+            raise ValueError(f"{name}.inv_freq is on the meta device; initialise the rotary buffers after loading")
         if module.inv_freq.dtype != torch.float32:
             raise ValueError(
                 f"{name}.inv_freq is {module.inv_freq.dtype}, expected torch.float32; cast parameters only"
@@ -144,6 +148,18 @@ def _no_mask(*args, attention_mask=None, **kwargs):
         raise ValueError(
             'attn_implementation="mtraining" takes no padding, got an attention_mask with zeros;'
             " give sequences of equal length, or one at a time"
+        )
+    _check_cache(**kwargs)
+
+
+def _check_cache(kv_length, q_length=None, q_offset=0, cache_position=None, **kwargs):
+    """A static cache has slots that no token has filled yet; decoding would attend to them."""
+    if cache_position is not None:  # transformers 4
+        q_length, q_offset = len(cache_position), int(cache_position[0])
+    if kv_length > int(q_offset) + q_length:
+        raise ValueError(
+            f"got {int(q_offset) + q_length} tokens in {kv_length} cache slots; a static cache is not supported,"
+            " generate with the default (dynamic) cache"
         )
 
 

@@ -98,7 +98,7 @@ class ParallelConfig:
     ring: Literal["auto", "flat", "hierarchical"] = "auto"
     inner: int | None = None  # hierarchical: ranks of an inner ring
     inner_mode: Literal["ring", "gather"] = "ring"
-    zero: Literal[2, 3] = 3  # 3 shards weights, gradients and optimizer; 2 keeps the weights whole after a forward pass
+    zero: Literal[2, 3] = 2  # 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
     offload: bool = False  # optimizer states in host memory
     timeout_s: int = 600  # for one exchange between ranks
     data_guard_steps: int = 3  # first steps that check that a ring reads one batch

@@ -57,14 +57,15 @@ class Operator:
         q, k, v = _one_dtype(q, k, v)
 
         def build():
-            layout = self.layout(seq_len or q.shape[1])
+            layout = self.layout(seq_len) if seq_len else Layout(seq_len=q.shape[1], block=self.config.block)
             self._check(q, k, v, layout, seq_len)
             return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
 
-        keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        token, (index, layout) = self.store.take_or_build(layer, build, keep=keep)
-        self.last[layer] = index, layout
-        return _SparseRing.apply(q, k, v, Call(index, Place(layout, self.ring), self.kernels, scale, self.store, token))
+        with torch.autocast(q.device.type, enabled=False):
+            token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
+            self.last[layer] = index, layout
+            call = Call(index, Place(layout, self.ring), self.kernels, scale, self.store, token)
+            return _SparseRing.apply(q, k, v, call)
 
     def layout(self, seq_len: int) -> Layout:
         """Layout of a global sequence on this ring."""
@@ -146,16 +147,24 @@ class _SparseRing(torch.autograd.Function):
     def forward(ctx, q, k, v, call: Call):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
+        # the token travels with the tensors: recomputed ones bring the token of the index that they were made with
+        ctx.save_for_backward(q, k, v, out, lse, torch.tensor(-1 if call.token is None else call.token))
         ctx.call = call
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, token = ctx.saved_tensors
+        if ctx.call.token not in (None, token.item()):
+            raise RuntimeError(
+                "a recomputed forward pass took the index of another call of the same layer; with activation"
+                " checkpointing, go back through the calls of a layer in the reverse order of their forward passes"
+            )
         ctx.call.store.drop(ctx.call.token)
-        delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
-        grads = _backward(q, k, v, Tape(dout.contiguous(), lse, delta, ctx.call.scale), ctx.call)
+        with torch.autocast(dout.device.type, enabled=False):
+            delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+            grads = _backward(q, k, v, Tape(dout.contiguous(), lse, delta, ctx.call.scale), ctx.call)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
 
 

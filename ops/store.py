@@ -26,6 +26,8 @@ class IndexStore:
     def take_or_build(self, layer: int, build: Callable[[], Kept], *, keep: bool) -> tuple[int | None, Kept]:
         """(token, kept): inside a backward pass the stored one, else a new one, stored if `keep`.
 
+        The token names the call, so that a backward pass can tell whether it got the index of its own forward pass.
+
         Raises RuntimeError in a backward pass that finds nothing: the forward ran without gradients (reentrant
         checkpointing), or more than MOST_PENDING forward passes of the layer came before.
         """
@@ -36,7 +38,7 @@ class IndexStore:
                     f"layer {layer}: the forward pass that is being recomputed left no index; checkpoint activations"
                     f" with use_reentrant=False and at most {MOST_PENDING} forward passes before their backward passes"
                 )
-            return None, waiting.pop()[1]
+            return waiting.pop()
         with torch.no_grad():
             kept = build()
         if not keep:

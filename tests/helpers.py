@@ -53,8 +53,9 @@ def assert_close(got: dict, ref: dict, tolerance: float, *, measure=rms_ratio, f
         if not expected.any() and not least:
             assert not found.any(), f"{name} should be exactly zero"
             continue
+        allowed = min(tolerance, 1e-5) if name == "lse" else tolerance  # lse is fp32 for every input
         error = measure(found, expected, least)
-        assert error < tolerance, f"{name}: error {error:.2e}, tolerance {tolerance:.0e}"
+        assert error < allowed, f"{name}: error {error:.2e}, tolerance {allowed:.0e}"
 
 
 def make_qkv(seq_len, heads=4, kv_heads=2, dim=16, *, batch=1, dtype=torch.float32, device="cpu", seed=0):

@@ -15,6 +15,8 @@ from mtraining_nns.recipe import Recipe
 
 TOLERANCE = 1e-5  # RMS error ratio, fp32
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
 
 def ratio(x, ref):
     return ((x - ref).square().mean() / ref.square().mean()).sqrt().item()
@@ -92,6 +94,7 @@ def test_bf16_is_as_exact_on_two_ranks_as_on_one(folder):
 
 
 @pytest.mark.gpu
+@two_gpus
 @pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 def test_two_gpus_give_the_gradients_of_one(folder, pattern):
     path = write_recipe(folder, f"attention.pattern={pattern}", "train.recompute=true", "train.accumulation=2")
@@ -102,6 +105,7 @@ def test_two_gpus_give_the_gradients_of_one(folder, pattern):
 
 
 @pytest.mark.gpu
+@two_gpus
 def test_two_gpus_train_resume_and_export(tmp_path):
     path = write_recipe(tmp_path, "train.precision=bf16", f"data.eval_path={tmp_path / 'data'}", "train.recompute=true")
     run_workers(run_engine, 2, path, ["train.steps=2"], backend="nccl")

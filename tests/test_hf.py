@@ -1,4 +1,4 @@
-"""HuggingFace models on the operator: equal to eager where all is kept, refusals everywhere else."""
+"""HuggingFace models on the operator: equal to eager where all is kept, causal, sharded, and apart from each other."""
 
 import copy
 
@@ -6,53 +6,13 @@ import pytest
 import torch
 from distributed import run_workers
 from helpers import rms_ratio
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, StaticCache
+from hf_tiny import ALL, FAMILIES, FEW, build, config, operator, tokens
+from transformers import LlamaForCausalLM
 
 from mtraining_nns import hf
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.ring import Ring
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-ALL = {"block": 16, "p_v": 1.0, "p_s": 1.0}
-FEW = {"block": 16, "budget": "fixed", "k_v": 4, "k_s": 1, "sinks": 2, "local": 16, "last_q": 8}
-
-
-def operator(**settings) -> Operator:
-    return Operator(AttentionConfig(**settings), Ring.single(), "cpu")
-
-
-def config(family="llama", **fields):
-    return FAMILIES[family][0](**{**SIZES, **fields})
-
-
-def build(family="llama", attention="mtraining", settings=None, **fields):
-    """A tiny model; the weights depend on the family alone."""
-    hf.register()
-    torch.manual_seed(0)
-    cfg = config(family, **fields)
-    cfg._attn_implementation = attention
-    model = FAMILIES[family][1](cfg).eval()
-    if settings is not None:
-        hf.attach(model, operator(**settings))
-    return model
-
-
-def tokens(length, batch=1, seed=0):
-    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def loss_and_grads(model, ids):
@@ -138,121 +98,6 @@ def test_decoding_attends_to_the_whole_cache():
 def test_a_mask_without_zeros_hides_nothing():
     model, ids = build(settings=FEW), tokens(60)
     assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, model(ids).logits)
-
-
-def padded(model):
-    mask = torch.ones(2, 60, dtype=torch.long)
-    mask[1, :5] = 0
-    model(tokens(60, 2), attention_mask=mask)
-
-
-def padded_at_the_end(model):
-    mask = torch.ones(2, 60, dtype=torch.long)
-    mask[1, -1:] = 0
-    model(tokens(60, 2), attention_mask=mask)
-
-
-def four_dimensional(model):
-    model(tokens(60), attention_mask=torch.zeros(1, 1, 60, 60))
-
-
-def block_diagonal(model):
-    mask = torch.block_diag(torch.ones(30, 30), torch.ones(30, 30)).tril().bool()
-    model(tokens(60), attention_mask=mask[None, None])
-
-
-def packed(model):
-    model(tokens(60), position_ids=torch.cat([torch.arange(30), torch.arange(30)])[None])
-
-
-def packed_with_a_gap(model):
-    model(tokens(60), position_ids=torch.cat([torch.arange(30), torch.arange(31, 61)])[None])
-
-
-def packed_in_one_row(model):
-    model(tokens(60, 2), position_ids=torch.stack([torch.arange(60), torch.arange(60) % 30]))
-
-
-def chunked_prefill(model):
-    cache = model(tokens(30), use_cache=True).past_key_values
-    model(tokens(30, seed=1), past_key_values=cache)
-
-
-def static_cache(model):
-    model(tokens(30), past_key_values=StaticCache(config=model.config, max_cache_len=64))
-
-
-def static_cache_and_one_token(model):
-    model(tokens(1), past_key_values=StaticCache(config=model.config, max_cache_len=64))
-
-
-def generation_with_a_static_cache(model):
-    model.generate(tokens(1), max_new_tokens=4, do_sample=False, cache_implementation="static")
-
-
-def left_padded_generation(model):
-    mask = torch.ones(2, 60, dtype=torch.long)
-    mask[1, :5] = 0
-    model.generate(tokens(60, 2), attention_mask=mask, max_new_tokens=2, do_sample=False)
-
-
-def attention_weights(model):
-    model(tokens(60), output_attentions=True)
-
-
-REFUSED = [
-    (padded, "takes no padding, got an attention_mask with zeros"),
-    (padded_at_the_end, "takes no padding"),
-    (left_padded_generation, "takes no padding"),
-    (four_dimensional, r"takes no attention mask, got one of shape \(1, 1, 60, 60\)|takes no padding"),
-    (block_diagonal, "takes no attention mask, got one of shape|takes no padding"),
-    (packed, "position_ids that do not rise by one"),
-    (packed_with_a_gap, "position_ids that do not rise by one"),
-    (packed_in_one_row, "position_ids that do not rise by one"),
-    (chunked_prefill, "got 30 queries for 60 cached keys"),
-    (static_cache, "got 30 queries for 64 cached keys"),
-    (static_cache_and_one_token, "static cache"),
-    (generation_with_a_static_cache, "static cache"),
-    (attention_weights, "output_attentions"),
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
-def test_what_would_be_computed_wrongly_is_refused(call, message, family):
-    with pytest.raises(ValueError, match=message):
-        call(build(family, settings=FEW))
-
-
-def test_dropout_is_refused_in_training_only():
-    model = build(settings=FEW, attention_dropout=0.1)
-    model(tokens(60))
-    with pytest.raises(ValueError, match="dropout, got 0.1"):
-        model.train()(tokens(60))
-
-
-@pytest.mark.parametrize("attached", [True, False])
-def test_sliding_windows_are_refused(attached):
-    model = build("qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1)
-    with pytest.raises(ValueError, match="sliding"):
-        hf.attach(model, operator(**FEW)) if attached else model(tokens(60))
-
-
-def test_only_models_that_were_loaded_for_it_are_attached():
-    model = build(attention="eager")
-    with pytest.raises(ValueError, match='attn_implementation="eager".*expected "mtraining"'):
-        hf.attach(model, operator(**FEW))
-    model.set_attn_implementation("mtraining")
-    hf.attach(model, operator(**FEW))
-    assert torch.equal(model(tokens(60)).logits, build(settings=FEW)(tokens(60)).logits)
-
-
-def test_a_model_without_attention_is_refused():
-    model = torch.nn.Linear(2, 2)
-    model.config = config()
-    model.config._attn_implementation = "mtraining"
-    with pytest.raises(ValueError, match="Linear has no attention layer"):
-        hf.check_model(model)
 
 
 def test_attach_and_detach():
@@ -345,62 +190,3 @@ def test_a_sharded_model_is_the_whole_model(kind):
     for i, (name, p) in enumerate(model.named_parameters()):
         if "k_proj.bias" not in name:
             assert rms_ratio(sum(part["grads"][i] for part in parts), p.grad) < 2e-5, name
-
-
-def test_the_sequence_length_ends_with_its_context():
-    model = build(settings=FEW)
-    with pytest.raises(KeyError), hf.sequence(model, seq_len=64):
-        raise KeyError
-    model(tokens(60))  # 60 is no longer taken for a shard of 64
-    with hf.sequence(model, seq_len=64), pytest.raises(ValueError, match="holds 64 tokens of a sequence of 64"):
-        model(tokens(60))
-
-
-def test_a_sequence_needs_an_attached_operator():
-    with pytest.raises(ValueError, match="attach"), hf.sequence(build(), seq_len=64):
-        pass
-
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
-
-
-def test_rope_check_accepts_a_fresh_model():
-    for fields in ({}, {"rope_parameters": YARN}):
-        hf.rope_check(build(**fields))
-
-
-def test_rope_check_catches_a_cast():
-    with pytest.raises(ValueError, match="inv_freq is torch.bfloat16, expected torch.float32"):
-        hf.rope_check(build().bfloat16())
-
-
-def poison_tables(model, value):
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            module.inv_freq = torch.full_like(module.inv_freq, value)
-
-
-@pytest.mark.parametrize("value", [float("nan"), 0.0, 1.0])
-def test_rope_check_catches_tables_that_were_never_filled(value):
-    model = build()
-    poison_tables(model, value)
-    with pytest.raises(ValueError, match="inv_freq differs from the formula"):
-        hf.rope_check(model)
-
-
-def test_rope_check_catches_a_model_on_the_meta_device():
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config())
-    with pytest.raises(ValueError, match="inv_freq"):
-        hf.rope_check(model)
-    with pytest.raises(ValueError, match="inv_freq"):
-        model = model.to_empty(device="cpu")
-        poison_tables(model, 0.5)
-        hf.rope_check(model)
-
-
-def test_rope_check_catches_tables_of_another_config():
-    model = build()
-    model.model.rotary_emb.config = config(rope_parameters=YARN)
-    with pytest.raises(ValueError, match="inv_freq differs"):
-        hf.rope_check(model)

@@ -12,10 +12,12 @@ from helpers import assert_close, index_mask, make_qkv, poisoned, reference, rms
 
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
+from mtraining_nns.ops.reference import causal_mask
 from mtraining_nns.ops.ring import Exchange, Ring
 
 RESULTS = ("out", "dq", "dk", "dv")
 TOP_P = {"p_v": 0.5, "p_s": 0.35, "last_q": 24, "sinks": 3, "local": 16}
+KEEP_ALL = ({"p_v": 1.0, "p_s": 1.0}, {"budget": "fixed", "k_v": 1000, "k_s": 1000, "local": 0})
 FIXED = {"budget": "fixed", "k_v": 12, "k_s": 2, "last_q": 40, "sinks": 0, "local": 0, "cap": 9}
 
 
@@ -92,7 +94,9 @@ def check_case(case: Case, parts: list[dict]) -> None:
     single(*inputs[:3])
     check_index(case, parts, single.last[0][0])
     mask = index_mask(parts[0]["index"], case.seq_len)
-    if case.settings.get("pattern") != "dense" and case.seq_len > 100:
+    if case.settings in KEEP_ALL or case.settings.get("pattern") == "dense":
+        assert torch.equal(mask, causal_mask(case.seq_len).expand_as(mask))
+    elif case.seq_len > 100:
         assert mask.float().mean() < 0.45, "nearly dense: the case tests too little"
     ref = reference(*inputs, mask)
     del ref["lse"]
@@ -110,6 +114,7 @@ def test_ring_is_one_device(world):
     cases = combinations(seq_len)
     cases += [Case(seq_len, TOP_P, batch=2), Case(seq_len, TOP_P, (6, 1)), Case(seq_len, FIXED, constant=True)]
     cases += [Case(64 * world, {"layout": kind, **FIXED}, last_only=16) for kind in LAYOUTS]
+    cases += [Case(seq_len, keep) for keep in KEEP_ALL]
     results = run_workers(run_cases, world, cases)
     for i, case in enumerate(cases):
         parts = [result[i] for result in results]
