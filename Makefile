@@ -30,7 +30,7 @@ test-gpu:
 	$(PYTHON) -m pytest -q -m gpu
 
 test-nnscaler:
-	$(PYTHON) -m pytest -q -m nnscaler
+	$(PYTHON) -m pytest -q -m nnscaler || test $$? -eq 5 # pytest exits with 5 where no test carries the mark
 
 test-vllm:
-	$(PYTHON) -m pytest -q -m vllm
+	$(PYTHON) -m pytest -q -m vllm || test $$? -eq 5

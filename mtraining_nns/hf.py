@@ -155,7 +155,8 @@ def _no_mask(*args, attention_mask=None, **kwargs):
 def _check_cache(kv_length, q_length=None, q_offset=0, cache_position=None, **kwargs):
     """A static cache has slots that no token has filled yet; decoding would attend to them."""
     if cache_position is not None:  # transformers 4
-        q_length, q_offset = len(cache_position), int(cache_position[0])
+        q_length = len(cache_position)
+        q_offset = 0 if kv_length == q_length else int(cache_position[0])  # asks the device only where a cache is used
     if kv_length > int(q_offset) + q_length:
         raise ValueError(
             f"got {int(q_offset) + q_length} tokens in {kv_length} cache slots; a static cache is not supported,"

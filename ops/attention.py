@@ -54,6 +54,8 @@ class Operator:
         scale: of the scores, D ** -0.5 by default.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if not scale > 0:
+            raise ValueError(f"scale must be positive, got {scale}; leave it out for 1 / sqrt(head dim)")
         q, k, v = _one_dtype(q, k, v)
 
         def build():

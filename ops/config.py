@@ -31,8 +31,8 @@ class AttentionConfig:
     p_s: float = 0.95  # share of attention mass that the kept slash bins must reach
     k_v: int = 1024  # budget "fixed": columns per head
     k_s: int = 64  # budget "fixed": slash bins per head, each `block` distances wide
-    cap: int = 4096  # most columns a head may keep; reaching it is counted and logged
-    last_q: int = 64  # queries at the end of the sequence that the estimate looks at
+    cap: int = 4096  # most columns a head may keep beside the sinks; reaching it is counted and logged
+    last_q: int = 64  # queries at the end of the sequence that the estimate looks at; 256 follows small models closer
     sinks: int = 64  # first keys, always kept
     local: int = 1024  # nearest keys, always kept
     dense_layers: tuple[int, ...] = ()  # layers that keep every key

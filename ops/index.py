@@ -23,7 +23,7 @@ class BlockIndex:
 
     count: int32 [B, N, nq]; index: int32 [B, N, nq, nk], ascending, valid up to count.
     q_starts, k_starts: int32 [nq], [nk] global position of each block's first token; a key is seen if it is not later
-    than the query, so only a block on the diagonal needs a mask.
+    than the query, so only a block on the diagonal needs a mask. No listed block lies above the diagonal.
     row_bits: int32 [B, N, Sq, ceil(chunks / 32)] or None: query row r sees key block j only if bit
     k_starts[j] // row_chunk of row r is set.
 

@@ -219,3 +219,14 @@ def test_backends_are_chosen_by_device():
     assert kernels.choose_backend("cuda", "torch")[0] == "torch"
     with pytest.raises(ValueError, match="backend=triton needs a CUDA device, got cpu; use attention.backend=torch"):
         kernels.choose_backend("cpu", "triton")
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (7, 5)])
+def test_the_backend_of_a_gpu_is_chosen_by_its_capability(monkeypatch, capability):
+    kernels.load("torch")  # a backend module that bears a library's name must not hide the library
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if capability >= (8, 0):
+        assert kernels.choose_backend("cuda") == ("triton", "the default for CUDA devices")
+    else:
+        with pytest.raises(ValueError, match="compute capability 8.0 or newer"):
+            kernels.choose_backend("cuda")

@@ -42,7 +42,7 @@ def cases():
         yield Case(500, 2, 1, dim, block, dtype=FP32, row_chunk=2 * block, columns=0, device="cuda")
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_triton_is_the_reference(case):
     check(kernels.load("triton"), case)
 

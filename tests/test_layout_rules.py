@@ -49,6 +49,11 @@ def test_imports_go_one_way(place):
     assert not wrong
 
 
+def test_only_tests_use_the_reference():
+    places = ("ops", "eval", "mtraining_nns")
+    assert not [str(f) for p in places for f in sources(p) if "mtraining_nns.ops.reference" in imports(f)]
+
+
 def test_ops_and_eval_are_imported_by_their_installed_names_only():
     places = ("ops", "eval", "mtraining_nns", "tests")
     wrong = [
