@@ -6,6 +6,7 @@ from hf_tiny import FAMILIES, FEW, build, config, operator, tokens
 from transformers import LlamaForCausalLM, StaticCache
 
 from mtraining_nns import hf
+from mtraining_nns.rope import with_rope
 
 
 def padded(model):
@@ -177,6 +178,6 @@ def test_rope_check_catches_a_model_on_the_meta_device():
 
 def test_rope_check_catches_tables_of_another_config():
     model = build()
-    model.model.rotary_emb.config = config(rope_parameters=YARN)
+    model.model.rotary_emb.config = with_rope(config(), {"rope_theta": 1e6}, base_length=2048, trained_length=2048)
     with pytest.raises(ValueError, match="inv_freq differs"):
         hf.rope_check(model)
