@@ -40,6 +40,7 @@ def launch(path: str, overrides: list[str], nproc: int | None) -> int:
             f"{nproc} processes need {nproc} GPUs, this machine has {gpus};"
             " lower --nproc and parallel.cp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
+    recipe.make_run_folder()
     return run_workers(path, overrides, nproc, os.path.join(recipe.checkpoint.dir, "logs"))
 
 

@@ -142,15 +142,21 @@ def _fresh_config(init: dict):
     fields = copy.deepcopy(init)
     model_type = fields.pop("model_type")
     try:
-        known = set(AutoConfig.for_model(model_type).to_dict()) | {"rope_theta", "rope_scaling", "rope_parameters"}
+        defaults = AutoConfig.for_model(model_type).to_dict()
     except ValueError:
         raise UserError(f"transformers knows no model.init.model_type={model_type!r}; try llama or qwen2") from None
-    for name in fields:
+    known = defaults.keys() | {"rope_theta", "rope_scaling", "rope_parameters"}
+    for name, value in fields.items():
+        if type(defaults.get(name)) is int and type(value) is not int:
+            raise UserError(f"model.init.{name} must be int, got {value!r}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"model.init.{name} is no field of a {model_type} config{hint}")
-    return AutoConfig.for_model(model_type, **fields)
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # transformers has an error class for each of its checks
+        raise UserError(f"model.init is no valid {model_type} config: {' '.join(str(error).split())}") from error
 
 
 def greedy_generation(config, folder: str | None = None) -> dict:

@@ -51,6 +51,15 @@ class Recipe:
         """The recipe with every default written out; `load` reads it back to an equal recipe."""
         return recipe_yaml.dump(asdict(self))
 
+    def make_run_folder(self) -> None:
+        """Create `checkpoint.dir`; raises UserError where it cannot be written."""
+        try:
+            os.makedirs(self.checkpoint.dir, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"checkpoint.dir={self.checkpoint.dir} cannot be created: {error.strerror}") from error
+        if not os.access(self.checkpoint.dir, os.W_OK):
+            raise UserError(f"checkpoint.dir={self.checkpoint.dir} is not writable; choose another folder")
+
     def resolve(self, world: int) -> "Recipe":
         """The recipe of a run with `world` processes: no default left open, lengths and data checked; raises UserError.
 

@@ -24,7 +24,8 @@ def _require(ok: bool, message: str) -> None:
 def _at_least(least: float, section: str, config, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(value is None or value >= least, f"{section}.{name} must be at least {least}, got {value}")
+        ok = value is None or least <= value < float("inf")
+        _require(ok, f"{section}.{name} must be a finite number of at least {least}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def run(arguments: list[str], process: environment.Process) -> None:
 
 def keep(recipe: Recipe) -> None:
     """Write `checkpoint.dir/recipe.yaml` in one move: it may be the very file that the other ranks read now."""
-    os.makedirs(recipe.checkpoint.dir, exist_ok=True)
+    recipe.make_run_folder()
     path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
     with open(path + ".partial", "w", encoding="utf-8") as stream:
         stream.write(recipe.to_yaml())

@@ -39,7 +39,7 @@ class Operator:
     """
 
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
-        self.config, self.ring = config, ring
+        self.config, self.ring, self.device_type = config, ring, device_type
         self.backend, self.reason = kernels.choose_backend(device_type, config.backend)
         if config.deterministic and (self.backend, device_type) == ("torch", "cuda"):
             raise ValueError("the torch backend is not deterministic on CUDA; use attention.backend=triton, or the CPU")
@@ -68,6 +68,10 @@ class Operator:
             self.last[layer] = index, layout
             call = Call(index, Place(layout, self.ring), self.kernels, scale, self.store, token)
             return _SparseRing.apply(q, k, v, call)
+
+    def __reduce__(self):
+        """A copied or pickled operator starts anew: what it keeps belongs to the calls of the original."""
+        return Operator, (self.config, self.ring, self.device_type)
 
     def layout(self, seq_len: int) -> Layout:
         """Layout of a global sequence on this ring."""

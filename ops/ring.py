@@ -62,6 +62,9 @@ class Ring:
         expected = (self.rank - 1) % self.world
         assert received.item() == expected, f"ring {self.ranks}: got {received.item()} from rank {expected}"
 
+    def __deepcopy__(self, memo) -> "Ring":
+        return self  # a ring is a place among processes; a copy of a model stands in the same one
+
     def source(self, step: int) -> int:
         """Ring rank whose keys this rank holds at `step`."""
         return (self.rank - step) % self.world

@@ -1,5 +1,7 @@
 """The operator on one rank: autograd, shapes of real models, strides, settings, errors, statistics."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -277,3 +279,13 @@ def test_entries_past_a_count_are_never_read(poison):
     q, k, v, dout = make_qkv(100, 2, 1)
     got = with_grads(operator_of(index), q, k, v, dout)
     assert_close(got, without_lse(reference(q, k, v, dout, index_mask(index, 100))), 1e-5)
+
+
+def test_a_model_with_an_operator_is_copied_and_pickled():
+    op = operator(**FEW)
+    q, k, v, dout = make_qkv(100)
+    expected = with_grads(op, q, k, v, dout)
+    op(*(x.requires_grad_() for x in make_qkv(40)[:3]))  # a forward whose backward has not come
+    for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert twin.config == op.config and not twin.store.pending and not twin.last
+        assert_close(with_grads(twin, q, k, v, dout), expected, 1e-7)

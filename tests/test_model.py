@@ -125,6 +125,7 @@ def test_rope_mistakes_are_named(tmp_path, rope, message):
     "change, message",
     [
         ({"init": "{model_type: llama, hiden_size: 64}"}, "model.init.hiden_size is no .*did you mean hidden_size"),
+        ({"init": "{model_type: llama, hidden_size: abc}"}, "model.init.hidden_size must be int, got 'abc'"),
         ({"init": "{model_type: lama}"}, "transformers knows no model.init.model_type='lama'"),
         ({"init": "{model_type: llama, vocab_size: 100}"}, "the model knows 100 tokens"),
         ({"max_position_embeddings": 100}, "max_position_embeddings=100 is below train.seq_len=256"),

@@ -62,6 +62,8 @@ def test_the_demo_recipe_loads_and_splits_in_many_stripes():
 
 # override, words that the one line must hold: the key, what was got, what to do
 MISTAKES = [
+    ("train.lr=.inf", ["train.lr", "finite", "inf"]),
+    ("train.weight_decay=.nan", ["train.weight_decay", "finite", "nan"]),
     ("train.sequence_len=4", ["train.sequence_len", "did you mean", "seq_len"]),
     ("trian.steps=4", ["trian", "did you mean train"]),
     ("train.steps=many", ["train.steps", "int", "'many'"]),
@@ -150,3 +152,9 @@ def test_a_broken_file_is_one_line(tmp_path, text, words):
 def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot read the recipe .*nowhere.yaml"):
         Recipe.load(str(tmp_path / "nowhere.yaml"))
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_mistake(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="checkpoint.dir=.*run cannot be created: Not a directory"):
+        recipe(f"checkpoint.dir={tmp_path / 'file' / 'run'}").make_run_folder()
