@@ -147,7 +147,8 @@ def _fresh_config(init: dict):
         raise UserError(f"transformers knows no model.init.model_type={model_type!r}; try llama or qwen2") from None
     known = defaults.keys() | {"rope_theta", "rope_scaling", "rope_parameters"}
     for name, value in fields.items():
-        if type(defaults.get(name)) is int and type(value) is not int:
+        is_size = type(defaults.get(name)) is int and not name.endswith("_token_id")
+        if is_size and type(value) is not int:
             raise UserError(f"model.init.{name} must be int, got {value!r}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
