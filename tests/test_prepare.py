@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -85,6 +86,13 @@ def documents_of(folder: Path) -> list[str]:
     documents = [tokens[start:end].tolist() for start, end in zip(starts, starts[1:])]
     assert all(ids[-1] == manifest["eos_id"] and manifest["eos_id"] not in ids[:-1] for ids in documents)
     return [decoder.decode(ids[:-1], clean_up_tokenization_spaces=False) for ids in documents]
+
+
+def test_a_tokenizer_is_trained_on_text_without_a_break():
+    """One word of 2,000,000 characters: counting its pairs as a whole would take hours."""
+    began = time.monotonic()
+    trained = tokenizer.train_bpe(["a" * 2_000_000, " " * 500_000, "and words"], 300)
+    assert time.monotonic() - began < 60 and trained.decode(trained("aaaa and").input_ids) == "aaaa and"
 
 
 def test_everything_left_out_is_counted_and_named(corpus):

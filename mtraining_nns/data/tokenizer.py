@@ -26,6 +26,8 @@ PIECE_CHARS = 1 << 17
 # Some models (Qwen2.5: <|fim_prefix|>) ship control tokens that are not marked special; their form gives them away.
 CONTROL_FORM = re.compile(r"<[|｜].*[|｜]>")
 LINE_END = re.compile(r"(?<=\w)\n")
+LONGEST_RUN = 1000  # characters without a break that a tokenizer learns from as one
+LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}")
 
 
 def load(path_or_name: str) -> PreTrainedTokenizerBase:
@@ -55,8 +57,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_pieces(texts), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=BPE_EOS)
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, cut where a run without a break is too long to count its pairs (encoded binaries)."""
+    for text in texts:
+        if LONG_RUN.search(text):
+            yield from (text[at : at + LONGEST_RUN] for at in range(0, len(text), LONGEST_RUN))
+        else:
+            yield text
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
