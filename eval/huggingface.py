@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from mtraining_nns import hf
@@ -82,7 +83,11 @@ def load_attention(model_dir: str | Path, overrides: dict | None = None) -> Atte
             f"{path} does not exist, so the trained attention is unknown; evaluate an exported folder, "
             "say it with --attention-config k=v, or use --attention dense"
         )
-    fields = json.loads(path.read_text())["attention"] if path.is_file() else {}
+    try:
+        fields = dict(json.loads(path.read_text())["attention"]) if path.is_file() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is no record of an attention ({reason}); export the model again") from error
     fields.update(overrides or {})
     known = [field.name for field in dataclasses.fields(AttentionConfig)]
     unknown = sorted(set(fields) - set(known))
@@ -130,7 +135,7 @@ class HuggingFaceEngine:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{self.model_dir} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
         broken = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
         if broken:

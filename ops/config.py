@@ -4,7 +4,7 @@ Plain data, no torch: recipes, the evaluation and the operator share this one da
 exported checkpoint. It describes the model, never the machine, except `backend`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 PATTERNS = ("dense", "vertical_slash")
 PLANNED_PATTERNS = ("xattention", "moba")
@@ -43,6 +43,8 @@ class AttentionConfig:
     def __post_init__(self):
         if isinstance(self.dense_layers, list):  # YAML has no tuples
             object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), field.type)
         _one_of("pattern", self.pattern, PATTERNS, PLANNED_PATTERNS)
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("budget", self.budget, BUDGETS)
@@ -63,13 +65,21 @@ class AttentionConfig:
         for name in ("sinks", "local", "dense_below"):
             if getattr(self, name) < 0:
                 raise ValueError(f"attention.{name} must not be negative, got {getattr(self, name)}")
-        if any(not isinstance(layer, int) or layer < 0 for layer in self.dense_layers):
+        if any(type(layer) is not int or layer < 0 for layer in self.dense_layers):
             raise ValueError(f"attention.dense_layers must list layer numbers from 0, got {list(self.dense_layers)}")
 
     @property
     def stripe(self) -> int:
         """Length of a stripe with the default filled in."""
         return self.granularity or self.block
+
+
+def _check_type(name: str, value, expected: type) -> None:
+    """bool is no number here, and a whole number will do for a share."""
+    kinds = {float: (float, int), int | None: (int, type(None)), tuple[int, ...]: (tuple,)}.get(expected, (expected,))
+    if type(value) not in kinds:
+        names = " or ".join({tuple: "a list", type(None): "null"}.get(kind, kind.__name__) for kind in kinds)
+        raise ValueError(f"attention.{name} must be {names}, got {value!r} ({type(value).__name__})")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:

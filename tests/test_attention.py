@@ -289,3 +289,21 @@ def test_a_model_with_an_operator_is_copied_and_pickled():
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
         assert twin.config == op.config and not twin.store.pending and not twin.last
         assert_close(with_grads(twin, q, k, v, dout), expected, 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"p_v": "abc"}, r"attention.p_v must be float or int, got 'abc' \(str\)"),
+        ({"block": 64.0}, r"attention.block must be int, got 64.0 \(float\)"),
+        ({"last_q": True}, r"attention.last_q must be int, got True \(bool\)"),
+        ({"granularity": "64"}, r"attention.granularity must be int or null, got '64' \(str\)"),
+        ({"dense_layers": 3}, r"attention.dense_layers must be a list, got 3 \(int\)"),
+        ({"dense_layers": ["a"]}, r"attention.dense_layers must list layer numbers"),
+        ({"pattern": None}, r"attention.pattern must be str, got None"),
+    ],
+    ids=str,
+)
+def test_settings_of_a_wrong_type_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(**settings)

@@ -137,6 +137,14 @@ def test_where_the_attention_comes_from(folder, tmp_path):
         HuggingFaceEngine(bare, attention_config={"block": 64})
 
 
+@pytest.mark.parametrize("text", ["{not json", "[]", "{}", '{"attention": 3}'])
+def test_a_broken_record_of_the_attention_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "mtraining.json").write_text(text)
+    with pytest.raises(UserError, match="mtraining.json is no record of an attention .*export the model again"):
+        load_attention(tmp_path)
+
+
 def test_the_engine_never_truncates(tmp_path):
     engine = HuggingFaceEngine(save_llama(tmp_path, limit=64), device="cpu")
     assert len(engine.generate([tokens(60).tolist()], 4)[0]) == 4
