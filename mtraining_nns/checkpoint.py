@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mtraining_nns.errors import UserError
-from mtraining_nns.weights import named_weights, read_tensors
+from mtraining_nns.weights import cause, named_weights, read_tensors
 
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
@@ -65,7 +66,10 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
     tensors = state.tensors()
     place = {name: KINDS.index(name.split("/", 1)[0]) + 1 for name in tensors}
     writer = HuggingFaceStorageWriter(partial, fqn_to_index_mapping=place, save_distributed=True)
-    dcp.save({k: v.detach() for k, v in tensors.items()}, storage_writer=writer, no_dist=not dist.is_initialized())
+    try:
+        dcp.save({k: v.detach() for k, v in tensors.items()}, storage_writer=writer, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise RuntimeError(f"saving {final} failed, earlier checkpoints are kept: {cause(error)}") from error
     _barrier()
     if _rank() == 0:
         for name, text in files.items():

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mtraining_nns.errors import UserError
 
@@ -49,4 +50,13 @@ def read_tensors(tensors: dict[str, torch.Tensor], folder: str, *, alone: bool =
     alone = alone or not dist.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(targets, storage_reader=HuggingFaceStorageReader(folder), no_dist=alone)
+        try:
+            dcp.load(targets, storage_reader=HuggingFaceStorageReader(folder), no_dist=alone)
+        except CheckpointException as error:
+            raise UserError(f"{folder} cannot be read, remove it or take another: {cause(error)}") from error
+
+
+def cause(error: CheckpointException) -> str:
+    """The first failure in one line; torch's own text is every rank's traceback, and no `except Exception` sees it."""
+    failure, _ = next(iter(error.failures.values()))
+    return " ".join(f"{type(failure).__name__}: {failure}".split())

@@ -155,3 +155,29 @@ def test_a_resumed_run_says_what_changed_and_refuses_another_model(straight):
     assert "after step 6; train.lr 0.001 -> 0.5" in text
     with pytest.raises(RuntimeError, match="UserError: .* is of another model .model.max_position_embeddings"):
         run_workers(run_engine, 2, path, [*OVERRIDES, "model.max_position_embeddings=999"])
+
+
+def test_a_damaged_file_of_the_right_size_is_one_line(run, tmp_path):
+    shard = next((run / "step-000006").glob("shard-00001-*.safetensors"))
+    with open(shard, "r+b") as stream:
+        stream.write(bytes(64))
+    path = write_recipe(tmp_path, tokens=7 * 256)
+    with pytest.raises(RuntimeError, match="UserError: .*step-000006 cannot be read, remove it or take another: "):
+        run_workers(run_engine, 1, path, OVERRIDES)
+
+
+def test_a_save_that_fails_says_so_and_keeps_the_earlier_ones(run, monkeypatch):
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    lm = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(lm.parameters())
+    lm(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    def no_space(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", no_space)
+    with pytest.raises(RuntimeError, match="step-000008 failed, earlier checkpoints are kept: OSError: No space left"):
+        checkpoint.save(str(run), 8, checkpoint.State(lm, optimizer), files={}, keep=2)
+    assert checkpoint.latest_complete(str(run)).endswith("step-000006")
