@@ -31,7 +31,7 @@ def main() -> None:
     data, model = RUN / "data", RUN / "sparse" / "hf"
 
     mtraining("doctor")
-    mtraining("prepare", *sources, "--glob", args.glob, "--train-bpe", 4096, "--seq-len", 2048, "--holdout", 0.02,
+    mtraining("prepare", *sources, "--glob", args.glob, "--train-bpe", 4096, "--seq-len", 2048, "--holdout", 0.04,
               "--out", data, "--overwrite")  # fmt: skip
     mtraining("train", "recipes/demo_base.yaml", "--nproc", 2)
     mtraining("train", "recipes/demo.yaml", "--nproc", 2)

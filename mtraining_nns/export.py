@@ -1,6 +1,6 @@
 """A training checkpoint as a HuggingFace folder that plain transformers and vLLM load.
 
-    mtraining export runs/demo/checkpoints --out runs/demo/hf
+    mtraining export runs/demo/sparse --out runs/demo/sparse/hf
 
     OUT/  model*.safetensors  config.json  generation_config.json  tokenizer files
           mtraining.json      the attention that the model was trained with, its trained length
@@ -35,6 +35,8 @@ def export(source: str, out: str) -> None:
     path = checkpoint.find(source, source) if os.path.isdir(source) else None
     if path is None:
         raise UserError(f"{source} is no checkpoint; give a checkpoint.dir or one of its step folders")
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise UserError(f"{out} is a file, expected a folder to export into; give another path")
     if os.path.isdir(out) and os.listdir(out) and not os.path.isfile(os.path.join(out, ATTENTION)):
         raise UserError(f"{out} holds something else than an export and would be replaced; give an empty folder")
     recipe = Recipe.load(os.path.join(path, "recipe.yaml"))

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from distributed import run_workers
-from tiny import write_recipe
+from tiny import prepare, write_recipe
 
 from mtraining_nns import checkpoint
 from mtraining_nns.errors import UserError
@@ -181,3 +181,19 @@ def test_a_save_that_fails_says_so_and_keeps_the_earlier_ones(run, monkeypatch):
     with pytest.raises(RuntimeError, match="step-000008 failed, earlier checkpoints are kept: OSError: No space left"):
         checkpoint.save(str(run), 8, checkpoint.State(lm, optimizer), files={}, keep=2)
     assert checkpoint.latest_complete(str(run)).endswith("step-000006")
+
+
+def test_changed_data_is_never_trained_on_unasked(run, tmp_path):
+    path = write_recipe(tmp_path, tokens=7 * 256)
+    shutil.rmtree(tmp_path / "data")
+    prepare(tmp_path / "data", 7 * 256, seed=1)
+    with pytest.raises(RuntimeError, match="UserError: data.path=.* holds other tokens than .*step-000006"):
+        run_workers(run_engine, 1, path, OVERRIDES)
+
+
+def test_held_out_data_that_does_not_fit_is_found_before_the_first_step(tmp_path):
+    short = prepare(tmp_path / "short", 8)
+    path = write_recipe(tmp_path, f"data.eval_path={short}")
+    with pytest.raises(RuntimeError, match="UserError: .*8 tokens, less than one sequence"):
+        run_workers(run_engine, 1, path, OVERRIDES)
+    assert not list((tmp_path / "run").glob("step-*"))

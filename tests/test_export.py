@@ -121,3 +121,10 @@ def test_bf16_export_rounds_weights_and_keeps_the_rope_tables(run, tmp_path):
     assert rounded.dtype == torch.bfloat16
     pairs = zip(rounded.parameters(), exact.parameters())
     assert all(torch.equal(x, ref.to(torch.bfloat16)) for x, ref in pairs)
+
+
+def test_an_export_never_replaces_a_file(run, tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(UserError, match="mine is a file, expected a folder"):
+        export(str(run[0].parent), str(tmp_path / "mine"))
+    assert (tmp_path / "mine").read_text() == "kept"

@@ -1,7 +1,7 @@
 """Evaluate a HuggingFace model folder: needle in a haystack over depth x length, and perplexity by position.
 
-    mtraining eval --model runs/demo/hf --lengths 1k,2k --depths 0,50,100 --attention mtraining
-    mtraining eval --model runs/demo/hf --tasks niah,perplexity --lengths 1k,2k --data data/demo --out runs/demo/eval
+    mtraining eval --model runs/demo/sparse/hf --lengths 1k,2k --depths 0,50,100 --attention mtraining
+    mtraining eval --model runs/demo/sparse/hf --tasks niah,perplexity --lengths 1k,2k --data runs/demo/data --out OUT
 
 Lengths take k (1024) and m (1024 x 1024) and count the prompt and what is generated. --data is a text file, a folder
 of text, or a prepared data folder, whose held-out part is read; without it the needle is hidden in built-in sentences.

@@ -1,6 +1,6 @@
 """Write a training checkpoint as a HuggingFace folder: weights, config, tokenizer and attention settings.
 
-    mtraining export runs/demo/checkpoints --out runs/demo/hf
+    mtraining export runs/demo/sparse --out runs/demo/sparse/hf
 
 A run exports its last step by itself; this is for an earlier one, or for a run that was stopped.
 """

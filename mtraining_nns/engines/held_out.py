@@ -9,9 +9,11 @@ import torch
 
 from mtraining_nns import hf
 from mtraining_nns.data.dataset import PackedDataset
+from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import place
 from mtraining_nns.engines.step import sharded_modules
 from mtraining_nns.engines.world import World, layout_of
+from mtraining_nns.errors import UserError
 from mtraining_nns.loss import IGNORE
 from mtraining_nns.model import CausalLMLoss
 from mtraining_nns.ops.attention import Operator
@@ -34,6 +36,17 @@ def evaluate(model: CausalLMLoss, operator: Operator, recipe, world: World) -> d
     for module in sharded_modules(model):  # no backward pass comes that would free the gathered weights
         module.reshard()
     return losses
+
+
+def check_held_out(recipe) -> None:
+    """UserError before the first step, not after the last, for held-out data that the run cannot read."""
+    held_out = PackedDataset(recipe.data.eval_path, recipe.train.seq_len).manifest
+    trained = read_manifest(recipe.data.path)
+    if held_out["vocab_size"] != trained["vocab_size"]:
+        raise UserError(
+            f"data.eval_path has a vocabulary of {held_out['vocab_size']}, data.path of {trained['vocab_size']};"
+            " prepare both with the same tokenizer"
+        )
 
 
 def dense_operator(operator: Operator, world: World) -> Operator:

@@ -17,7 +17,7 @@ from mtraining_nns import checkpoint, hf
 from mtraining_nns.checkpoint import State
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import Feed
-from mtraining_nns.engines.held_out import evaluate
+from mtraining_nns.engines.held_out import check_held_out, evaluate
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, start
 from mtraining_nns.errors import UserError
@@ -66,6 +66,8 @@ class Run:
     def build(cls, recipe: Recipe, world: World) -> "Run":
         """Data, sharded model and optimizer, from the checkpoint that `checkpoint.resume` means if there is one."""
         feed = Feed(recipe, world, layout_of(recipe, world.ring))
+        if recipe.data.eval_path is not None:
+            check_held_out(recipe)
         found = checkpoint.find(recipe.checkpoint.dir, recipe.checkpoint.resume)
         try:
             model, operator = build_sharded(recipe, world, load=found is None)
@@ -131,7 +133,9 @@ class Run:
 
     def save(self, done: int) -> None:
         """Checkpoint after `done` steps. Collective."""
-        lm, trainer = self.model.lm, {"format": 1, "step": done, "losses": self.losses, "values": self.last}
+        data = read_manifest(self.recipe.data.path)["sha256"]
+        trainer = {"format": 1, "step": done, "losses": self.losses, "values": self.last, "data": data}
+        lm = self.model.lm
         files = {
             checkpoint.TRAINER: json.dumps(trainer),
             "recipe.yaml": self.recipe.to_yaml(),
@@ -179,6 +183,12 @@ def _resume(path: str, state: State, recipe: Recipe, world: World) -> dict:
     model = [text for key, text in changed.items() if key.startswith("model.") and key != "model.dtype"]
     if model:
         raise UserError(f"{path} is of another model ({model[0]}); take another checkpoint.dir")
+    data = checkpoint.read_json(path, checkpoint.TRAINER)["data"]
+    if data != read_manifest(recipe.data.path)["sha256"] and recipe.checkpoint.resume == "auto":
+        raise UserError(
+            f"data.path={recipe.data.path} holds other tokens than {path} was trained on; take another checkpoint.dir,"
+            f" or say checkpoint.resume={path} to go on with the new data"
+        )
     trainer = checkpoint.load(path, state)
     world.say(f"resumed {path} after step {trainer['step']}" + "".join(f"; {text}" for text in changed.values()))
     return trainer
