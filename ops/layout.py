@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from mtraining_nns.ops.config import LAYOUTS
+from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,11 @@ class Layout:
             raise ValueError(
                 f"granularity must be a multiple of block, got granularity={self.stripe}, block={self.block}"
             )
+
+    @classmethod
+    def of(cls, config: AttentionConfig, seq_len: int, world: int) -> "Layout":
+        """The layout that a config means for a global sequence on a ring of `world` ranks."""
+        return cls(seq_len=seq_len, world=world, kind=config.layout, block=config.block, granularity=config.stripe)
 
     @property
     def stripe(self) -> int:

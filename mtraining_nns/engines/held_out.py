@@ -9,7 +9,6 @@ import torch
 
 from mtraining_nns import hf
 from mtraining_nns.data.dataset import PackedDataset
-from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import place
 from mtraining_nns.engines.step import sharded_modules
 from mtraining_nns.engines.world import World, layout_of
@@ -38,10 +37,12 @@ def evaluate(model: CausalLMLoss, operator: Operator, recipe, world: World) -> d
     return losses
 
 
-def check_held_out(recipe) -> None:
-    """UserError before the first step, not after the last, for held-out data that the run cannot read."""
+def check_held_out(recipe, trained: dict) -> None:
+    """UserError before the first step, not after the last, for held-out data that the run cannot read.
+
+    trained: manifest of the data that the run trains on.
+    """
     held_out = PackedDataset(recipe.data.eval_path, recipe.train.seq_len).manifest
-    trained = read_manifest(recipe.data.path)
     if held_out["vocab_size"] != trained["vocab_size"]:
         raise UserError(
             f"data.eval_path has a vocabulary of {held_out['vocab_size']}, data.path of {trained['vocab_size']};"

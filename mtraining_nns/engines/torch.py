@@ -67,7 +67,7 @@ class Run:
         """Data, sharded model and optimizer, from the checkpoint that `checkpoint.resume` means if there is one."""
         feed = Feed(recipe, world, layout_of(recipe, world.ring))
         if recipe.data.eval_path is not None:
-            check_held_out(recipe)
+            check_held_out(recipe, feed.dataset.manifest)
         found = checkpoint.find(recipe.checkpoint.dir, recipe.checkpoint.resume)
         try:
             model, operator = build_sharded(recipe, world, load=found is None)
@@ -76,7 +76,7 @@ class Run:
         except ValueError as error:  # the operator or the adapter cannot do what the recipe asks for
             raise UserError(" ".join(str(error).split())) from error
         state = State(model.lm, build_optimizer(model, recipe.train))
-        trainer = _resume(found, state, recipe, world) if found else {"losses": [], "values": {}}
+        trainer = _resume(found, state, recipe, feed) if found else {"losses": [], "values": {}}
         if world.rank == 0:
             _keep_tokenizer(recipe)
         world.say(f"attention backend {operator.backend}: {operator.reason}")
@@ -133,7 +133,7 @@ class Run:
 
     def save(self, done: int) -> None:
         """Checkpoint after `done` steps. Collective."""
-        data = read_manifest(self.recipe.data.path)["sha256"]
+        data = self.feed.dataset.manifest["sha256"]
         trainer = {"format": 1, "step": done, "losses": self.losses, "values": self.last, "data": data}
         lm = self.model.lm
         files = {
@@ -176,7 +176,7 @@ def build_sharded(recipe: Recipe, world: World, *, load: bool) -> tuple[CausalLM
     return model, operator
 
 
-def _resume(path: str, state: State, recipe: Recipe, world: World) -> dict:
+def _resume(path: str, state: State, recipe: Recipe, feed: Feed) -> dict:
     """Load a checkpoint and return its trainer.json; says what changed in the recipe since."""
     before, now = (_flat(asdict(r)) for r in (Recipe.load(os.path.join(path, "recipe.yaml")), recipe))
     changed = {key: f"{key} {before[key]} -> {now[key]}" for key in now if now[key] != before.get(key)}
@@ -184,13 +184,13 @@ def _resume(path: str, state: State, recipe: Recipe, world: World) -> dict:
     if model:
         raise UserError(f"{path} is of another model ({model[0]}); take another checkpoint.dir")
     data = checkpoint.read_json(path, checkpoint.TRAINER)["data"]
-    if data != read_manifest(recipe.data.path)["sha256"] and recipe.checkpoint.resume == "auto":
+    if data != feed.dataset.manifest["sha256"] and recipe.checkpoint.resume == "auto":
         raise UserError(
             f"data.path={recipe.data.path} holds other tokens than {path} was trained on; take another checkpoint.dir,"
             f" or say checkpoint.resume={path} to go on with the new data"
         )
     trainer = checkpoint.load(path, state)
-    world.say(f"resumed {path} after step {trainer['step']}" + "".join(f"; {text}" for text in changed.values()))
+    feed.world.say(f"resumed {path} after step {trainer['step']}" + "".join(f"; {text}" for text in changed.values()))
     return trainer
 
 

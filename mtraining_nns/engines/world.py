@@ -69,14 +69,7 @@ def start(parallel):
 
 def layout_of(recipe, ring: Ring) -> Layout:
     """How the ranks of a ring share a sequence: the layout of the operator, for the collator."""
-    attention = recipe.attention
-    return Layout(
-        seq_len=recipe.train.seq_len,
-        world=ring.world,
-        kind=attention.layout,
-        block=attention.block,
-        granularity=attention.stripe,
-    )
+    return Layout.of(recipe.attention, recipe.train.seq_len, ring.world)
 
 
 def _device(process: Process) -> torch.device:
