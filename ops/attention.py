@@ -6,7 +6,7 @@
 
 Forward of rank r, backward likewise with dK and dV travelling along:
 
-    columns   gathered once over the ring, one local kernel
+    columns   gathered once over the ring, attended to together with the blocks of the last step
     step t    blocks of source (r - t) mod world, merged into fp32 (out, lse), next keys already under way
 
 The index of the forward pass is the index of the backward pass. Under activation checkpointing the forward runs twice;
@@ -22,8 +22,9 @@ from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import DistanceIndex
-from mtraining_nns.ops.kernels import Grads, Tape
+from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
 from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.patterns import Place, dense, vertical_slash
 from mtraining_nns.ops.ring import Exchange, Ring
 from mtraining_nns.ops.store import IndexStore
@@ -40,10 +41,8 @@ class Operator:
 
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
         self.config, self.ring, self.device_type = config, ring, device_type
-        self.backend, self.reason = kernels.choose_backend(device_type, config.backend)
-        if config.deterministic and (self.backend, device_type) == ("torch", "cuda"):
-            raise ValueError("the torch backend is not deterministic on CUDA; use attention.backend=triton, or the CPU")
-        self.kernels = kernels.load(self.backend)
+        self.device = kernels.Device.here(device_type)
+        self.backend, self.reason = self._choose()
         self.store = IndexStore()
         self.last: dict[int, tuple[DistanceIndex, Layout]] = {}  # what each layer kept last, for read_stats
 
@@ -66,8 +65,17 @@ class Operator:
         with torch.autocast(q.device.type, enabled=False):
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
-            call = Call(index, Place(layout, self.ring), self.kernels, scale, self.store, token)
+            self.prepare(q.shape[3], q.shape[2], k.shape[2], q.dtype)
+            call = Call(index, Place(layout, self.ring), kernels.load(self.backend), scale, self.store, token)
             return _SparseRing.apply(q, k, v, call)
+
+    def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+        """Choose the backend for a model's shape. Raises ValueError where none, or not the one asked for, can do it."""
+        self.backend, self.reason = self._choose(head_dim=head_dim, heads=heads, kv_heads=kv_heads, dtype=dtype)
+
+    def _choose(self, **shape) -> tuple[str, str]:
+        work = kernels.Work(block=self.config.block, deterministic=self.config.deterministic, **shape)
+        return kernels.choose(self.device, work, self.config.backend)
 
     def __reduce__(self):
         """A copied or pickled operator starts anew: what it keeps belongs to the calls of the original."""
@@ -131,15 +139,18 @@ class Call:
     store: IndexStore
     token: int | None
 
-    def blocks(self, source: int):
-        """BlockIndex of this rank's queries against the keys of a source rank."""
+    def keys(self, kv, source: int, columns: GatheredColumns | None, *, both: bool) -> Keys:
+        """The keys of a source rank and what this rank's queries keep of them."""
         layout, ring = self.place
-        device = self.index.hit.device
-        return self.index.blocks(layout.block_starts(ring.rank, device), layout.block_starts(source, device))
+        starts = [layout.block_starts(rank, self.index.hit.device) for rank in (ring.rank, source)]
+        return Keys(*kv, block_lists(self.index, *starts, diagonal=source == ring.rank, both=both), columns)
 
-    @property
-    def q_starts(self) -> torch.Tensor:
-        return self.place.layout.block_starts(self.place.ring.rank, self.index.hit.device)
+    def gather_columns(self, k, v) -> GatheredColumns | None:
+        if self.index.columns is None:
+            return None
+        starts = self.place.layout.block_starts(self.place.ring.rank, k.device)
+        kv = Columns(self.index.columns, *self.place).gather(k, v)
+        return GatheredColumns(kv, column_tiles(self.index.columns, starts))
 
 
 class _SparseRing(torch.autograd.Function):
@@ -163,38 +174,34 @@ class _SparseRing(torch.autograd.Function):
             )
         ctx.call.store.drop(ctx.call.token)
         with torch.autocast(dout.device.type, enabled=False):
-            delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
-            grads = _backward(q, k, v, Tape(dout.contiguous(), lse, delta, ctx.call.scale), ctx.call)
+            grads = _backward(q, k, v, Tape(dout.contiguous(), out, lse, ctx.call.scale), ctx.call)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
 
 
 def _forward(q, k, v, call: Call):
     ring, carry = call.place.ring, None
-    if call.index.columns is not None:
-        gathered = Columns(call.index.columns, *call.place).gather(k, v)
-        carry = call.kernels.columns_forward(q, gathered, call.index.columns, call.q_starts, scale=call.scale)
+    columns = call.gather_columns(k, v)
     for step, kv in _circulate(k, v, ring):
         last = step == ring.world - 1
-        carry = call.kernels.blocks_forward(
-            q,
-            kv,
-            call.blocks(ring.source(step)),
-            scale=call.scale,
-            carry=carry,
-            out_dtype=q.dtype if last else torch.float32,
-        )
+        keys = call.keys(kv, ring.source(step), columns if last else None, both=False)
+        dtype = q.dtype if last else torch.float32
+        carry = call.kernels.forward(q, keys, scale=call.scale, carry=carry, out_dtype=dtype)
     return carry
 
 
-def _backward(q, k, v, tape: Tape, call: Call) -> Grads:
-    ring = call.place.ring
-    dq = torch.zeros(q.shape, device=q.device)
+def _backward(q, k, v, tape: Tape, call: Call):
+    """(dq in q's dtype, dk, dv)."""
+    ring, dq = call.place.ring, None
+    columns = call.gather_columns(k, v)
     home = Exchange(ring)
     arriving = torch.empty(2, *k.shape, device=k.device) if ring.world > 1 else None
     for step, kv in _circulate(k, v, ring):
-        dkv = torch.zeros(2, *k.shape, device=k.device)
-        call.kernels.blocks_backward(q, kv, call.blocks(ring.source(step)), tape, Grads(dq, *dkv))
+        last = step == ring.world - 1
+        keys = call.keys(kv, ring.source(step), columns if last else None, both=True)
+        dtype = q.dtype if last else torch.float32
+        dq, dkv, found = call.kernels.backward(q, keys, tape, carry=dq, dq_dtype=dtype)
         if ring.world > 1:
+            dkv = dkv.float()
             if step > 0:  # what the ranks before this one found for the same keys
                 home.wait()
                 dkv += arriving
@@ -202,13 +209,10 @@ def _backward(q, k, v, tape: Tape, call: Call) -> Grads:
     if ring.world > 1:
         home.wait()  # one hop more brings the sums to the owner
         dkv = arriving
-    if call.index.columns is not None:
-        columns = Columns(call.index.columns, *call.place)
-        gathered = columns.gather(k, v)
-        found = torch.zeros(gathered.shape, device=k.device)
-        call.kernels.columns_backward(q, gathered, call.index.columns, call.q_starts, tape, Grads(dq, *found))
-        columns.scatter_add(found, *dkv)
-    return Grads(dq, *dkv)
+    if found is not None:
+        dkv = dkv.float()
+        Columns(call.index.columns, *call.place).scatter_add(found.float(), *dkv)
+    return dq, *dkv
 
 
 def _circulate(k, v, ring: Ring):

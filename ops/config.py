@@ -10,8 +10,8 @@ PATTERNS = ("dense", "vertical_slash")
 PLANNED_PATTERNS = ("xattention", "moba")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 BUDGETS = ("top_p", "fixed")
-BACKENDS = ("auto", "torch", "triton")
-PLANNED_BACKENDS = ("cute", "cuda")
+BACKENDS = ("auto", "torch", "triton", "cute")
+PLANNED_BACKENDS = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,56 +4,104 @@ Three forms, B batch, N query heads, n blocks:
 
     DistanceIndex   hit[B, N, distance] in global blocks, and columns: what a pattern returns for the whole sequence;
                     small, equal on all ranks, saved for the backward pass
-    BlockIndex      for each query block of one ring step a count and an ascending list of key blocks
+    BlockIndex      one ring step: for each query block the earlier key blocks that it keeps, and the same by key block
     ColumnIndex     single keys that every later query sees, unless a kept block already covers them
 
-Nothing here waits for the device: counts stay tensors and lists are as long as they can get.
+The methods here are plain torch and define what the forms mean; `ops/lists.py` makes the same lists by kernels on a
+GPU. Nothing waits for the device: counts stay tensors and lists are as long as they can get.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 NO_COLUMN = torch.iinfo(torch.int32).max  # fills column lists past their count
+COLUMN_TILE = 128  # columns that kernels treat at once, whatever the block is
+
+
+class Lists(NamedTuple):
+    """count int32 [B, N, rows]; index int32 [B, N, rows, width], ascending, undefined past count.
+
+    Where B and N are both 1, the lists are those of every head.
+    """
+
+    count: torch.Tensor
+    index: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "Lists":
+        """The set entries along the last dim of a bool mask [B, N, rows, width].
+
+        >>> Lists.of(torch.tensor([[[[1, 0, 0, 1], [0, 1, 0, 0]]]], dtype=torch.bool)).count.tolist()
+        [[[2, 1]]]
+        """
+        width = mask.shape[-1]
+        slot = torch.where(mask, mask.cumsum(-1) - 1, width)
+        values = torch.arange(width, dtype=torch.int32, device=mask.device).expand(mask.shape)
+        index = torch.zeros(*mask.shape[:-1], width + 1, dtype=torch.int32, device=mask.device)
+        index = index.scatter_(-1, slot, values)[..., :width].contiguous()
+        return cls(mask.sum(-1, dtype=torch.int32), index)
+
+    def to_mask(self, width: int) -> torch.Tensor:
+        """bool [B, N, rows, width]."""
+        kept = torch.arange(self.index.shape[-1], device=self.index.device) < self.count[..., None]
+        mask = torch.zeros(*self.count.shape, width + 1, dtype=torch.bool, device=self.index.device)
+        return mask.scatter_(-1, torch.where(kept, self.index, width).long(), True)[..., :width]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockIndex:
     """Kept blocks of one ring step: local query blocks against local key blocks of one source rank.
 
-    count: int32 [B, N, nq]; index: int32 [B, N, nq, nk], ascending, valid up to count.
-    q_starts, k_starts: int32 [nq], [nk] global position of each block's first token; a key is seen if it is not later
-    than the query, so only a block on the diagonal needs a mask. No listed block lies above the diagonal.
+    by_query: for each query block the key blocks that it keeps, all of them strictly earlier, hence seen whole.
+    by_key: the same for each key block; None in forward passes.
+    diagonal: the source is this rank itself, and each query block also sees its own key block, causally.
+    dense: every earlier block is kept, so that a kernel may count blocks instead of reading lists.
+    q_starts, k_starts: int32 [nq], [nk] global position of each block's first token.
     row_bits: int32 [B, N, Sq, ceil(chunks / 32)] or None: query row r sees key block j only if bit
     k_starts[j] // row_chunk of row r is set.
 
-    Example: count=[2, 1] index=[[0, 3], [1, -]] keeps blocks (0,0) (0,3) (1,1).
+    Example: count=[0, 1, 2] index=[[-, -], [0, -], [0, 1]] with diagonal keeps (0,0) (1,0) (1,1) (2,0) (2,1) (2,2).
     """
 
-    count: torch.Tensor
-    index: torch.Tensor
+    by_query: Lists
+    by_key: Lists | None
+    diagonal: bool
     q_starts: torch.Tensor
     k_starts: torch.Tensor
     block: int
+    dense: bool = False
     row_bits: torch.Tensor | None = None
     row_chunk: int = 0
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, block: int) -> "BlockIndex":
-        """Lists of a bool mask [B, N, nq, nk]."""
-        count, index = _lists(mask)
-        return cls(count=count, index=index, q_starts=q_starts, k_starts=k_starts, block=block)
+    def of(cls, mask: torch.Tensor, q_starts, k_starts, block: int, *, diagonal: bool) -> "BlockIndex":
+        """Lists, both ways, of a bool mask [B, N, nq, nk] of blocks strictly earlier than their query block."""
+        both = Lists.of(mask), Lists.of(mask.transpose(-1, -2))
+        return cls(
+            by_query=both[0], by_key=both[1], diagonal=diagonal, q_starts=q_starts, k_starts=k_starts, block=block
+        )
 
-    def to_mask(self) -> torch.Tensor:
-        """bool [B, N, nq, nk]; blocks above the diagonal stay as listed."""
-        kept = torch.arange(self.index.shape[-1], device=self.index.device) < self.count[..., None]
-        width = len(self.k_starts)
-        mask = torch.zeros(*self.index.shape[:3], width + 1, dtype=torch.bool, device=self.index.device)
-        return mask.scatter_(-1, torch.where(kept, self.index, width).long(), True)[..., :width]
 
-    def transpose(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(count int32 [B, N, nk], index int32 [B, N, nk, nq]): for each key block the query blocks that keep it."""
-        return _lists(self.to_mask().transpose(-1, -2))
+class ColumnTiles(NamedTuple):
+    """Which columns each query block sees, in tiles of COLUMN_TILE columns, T of them.
+
+    bits: int32 [B, N, nq, T * COLUMN_TILE / 32]; bit c % 32 of word c // 32 stands for column c.
+    state: uint8 [B, N, nq, T]: 0 none of the tile's columns is seen, 1 some, 2 all.
+    visible: int32 [B, N, nq]: how many leading columns lie in earlier blocks, covered ones included.
+    """
+
+    bits: torch.Tensor
+    state: torch.Tensor
+    visible: torch.Tensor
+
+    def first_block(self, tile: int) -> torch.Tensor:
+        """int32 [B, N, T * COLUMN_TILE / tile]: the first query block that lies after each tile's first column."""
+        width = self.state.shape[-1] * COLUMN_TILE
+        lead = torch.arange(0, width, tile, dtype=torch.int32, device=self.visible.device)
+        lead = lead.expand(*self.visible.shape[:2], -1).contiguous()
+        return torch.searchsorted(self.visible, lead, right=True, out_int32=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +119,17 @@ class ColumnIndex:
     hit: torch.Tensor
     block: int
 
-    def visible(self, q_starts: torch.Tensor) -> torch.Tensor:
-        """int32 [B, N, nq]: how many leading columns lie before each query block."""
-        starts = q_starts.expand(*self.position.shape[:2], -1).contiguous()
-        return torch.searchsorted(self.position, starts, out_int32=True)
-
-    def first_block(self, q_starts: torch.Tensor, tile: int) -> torch.Tensor:
-        """int32 [B, N, C / tile]: the first query block that lies after each tile's first column."""
-        lead = self.position[..., ::tile].contiguous()
-        return torch.searchsorted(q_starts.expand(*lead.shape[:2], -1).contiguous(), lead, right=True, out_int32=True)
+    def tiles(self, q_starts: torch.Tensor) -> ColumnTiles:
+        """What every query block sees, packed."""
+        seen = torch.stack([self.seen(start) for start in q_starts], 2)
+        seen = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % COLUMN_TILE))
+        tiles = seen.unflatten(-1, (-1, COLUMN_TILE))
+        state = tiles.any(-1).to(torch.uint8) + tiles.all(-1).to(torch.uint8)
+        weights = torch.ones(32, dtype=torch.int64, device=seen.device) << torch.arange(32, device=seen.device)
+        words = (seen.unflatten(-1, (-1, 32)) * weights).sum(-1)
+        words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        starts = (q_starts // self.block * self.block).expand(*self.position.shape[:2], -1).contiguous()
+        return ColumnTiles(words, state, torch.searchsorted(self.position, starts, out_int32=True))
 
     def seen(self, q_start: int | torch.Tensor) -> torch.Tensor:
         """bool [B, N, C]: columns that the query block starting at `q_start` attends to."""
@@ -94,6 +144,7 @@ class DistanceIndex:
 
     hit: bool [B, N, n], n global blocks; query block i keeps key block j <= i where hit[i - j]. hit[0] is always set.
     columns: ColumnIndex or None. capped: int32 scalar, number of heads whose column budget reached the cap.
+    dense: every diagonal is kept; B and N of hit are then broadcast.
 
     Example, n = 4: hit=[1, 0, 1, 0] keeps (0,0) (1,1) (2,0) (2,2) (3,1) (3,3).
     """
@@ -102,18 +153,30 @@ class DistanceIndex:
     block: int
     columns: ColumnIndex | None = None
     capped: torch.Tensor | None = None
+    dense: bool = False
 
     @classmethod
-    def dense(cls, batch: int, heads: int, blocks: int, block: int, device) -> "DistanceIndex":
+    def keep_all(cls, batch: int, heads: int, blocks: int, block: int, device) -> "DistanceIndex":
         """Every causal block."""
         hit = torch.ones(1, 1, 1, dtype=torch.bool, device=device).expand(batch, heads, blocks)
-        return cls(hit=hit, block=block)
+        return cls(hit=hit, block=block, dense=True)
 
-    def blocks(self, q_starts: torch.Tensor, k_starts: torch.Tensor) -> BlockIndex:
+    def blocks(self, q_starts: torch.Tensor, k_starts: torch.Tensor, *, diagonal: bool) -> BlockIndex:
         """Lists of one ring step, for any layout: the distance of two blocks is all that counts."""
         distance = (q_starts[:, None] - k_starts[None, :]) // self.block
-        mask = self.hit[..., distance.clamp_min(0).long()] & (distance >= 0)
-        return BlockIndex.from_mask(mask, q_starts, k_starts, self.block)
+        hit = self.hit[:1, :1] if self.dense else self.hit
+        mask = hit[..., distance.clamp_min(0).long()] & (distance > 0)
+        return replace(BlockIndex.of(mask, q_starts, k_starts, self.block, diagonal=diagonal), dense=self.dense)
+
+    def heads(self, chosen: slice) -> "DistanceIndex":
+        """The index of some query heads."""
+        columns = self.columns and replace(
+            self.columns,
+            position=self.columns.position[:, chosen],
+            count=self.columns.count[:, chosen],
+            hit=self.columns.hit[:, chosen],
+        )
+        return replace(self, hit=self.hit[:, chosen], columns=columns)
 
     def kept_pairs(self, q_starts: torch.Tensor, seq_len: int) -> torch.Tensor:
         """float64 scalar: query-key pairs that the given query blocks attend to, over all heads.
@@ -143,13 +206,3 @@ class DistanceIndex:
             hit=self.columns.hit.to(*args, **kwargs),
         )
         return replace(self, hit=self.hit.to(*args, **kwargs), columns=columns)
-
-
-def _lists(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """count and ascending list of the set entries along the last dim, without asking the device for a length."""
-    width = mask.shape[-1]
-    slot = torch.where(mask, mask.cumsum(-1) - 1, width)
-    values = torch.arange(width, dtype=torch.int32, device=mask.device).expand(mask.shape)
-    index = torch.zeros(*mask.shape[:-1], width + 1, dtype=torch.int32, device=mask.device)
-    index = index.scatter_(-1, slot, values)[..., :width].contiguous()
-    return mask.sum(-1, dtype=torch.int32), index

@@ -107,16 +107,19 @@ def column_table(columns: ColumnIndex, seq_len: int) -> torch.Tensor:
 
 
 def block_mask(index: BlockIndex, q_len: int, k_len: int) -> torch.Tensor:
-    """bool [B, N, Sq, Sk] on the CPU: the pairs that a BlockIndex keeps, row bits and causality included."""
-    batch, heads = index.count.shape[:2]
+    """bool [B or 1, N or 1, Sq, Sk] on the CPU: the pairs that a BlockIndex keeps, row bits and causality included."""
+    count, lists = (x.cpu() for x in index.by_query)
+    batch, heads = count.shape[:2] if index.row_bits is None else index.row_bits.shape[:2]
+    count, lists = count.expand(batch, heads, -1), lists.expand(batch, heads, -1, -1)
     mask = torch.zeros(batch, heads, q_len, k_len, dtype=torch.bool)
-    count, lists = index.count.cpu(), index.index.cpu()
     bits = None if index.row_bits is None else index.row_bits.cpu()
     q_starts, k_starts = index.q_starts.tolist(), index.k_starts.tolist()
     for b in range(batch):
         for n in range(heads):
             for i, q_start in enumerate(q_starts):
-                for j in lists[b, n, i, : count[b, n, i]].tolist():
+                listed = lists[b, n, i, : count[b, n, i]].tolist()
+                assert all(k_starts[j] < q_start for j in listed) and listed == sorted(set(listed))
+                for j in listed + [i] * index.diagonal:
                     rows = torch.arange(i * index.block, min((i + 1) * index.block, q_len))
                     cols = torch.arange(j * index.block, min((j + 1) * index.block, k_len))
                     seen = (k_starts[j] + cols - cols[0])[None] <= (q_start + rows - rows[0])[:, None]

@@ -13,8 +13,8 @@ import torch
 from helpers import TOLERANCE, assert_close, block_mask, make_index, make_qkv, reference
 
 from mtraining_nns.ops.columns import Columns
-from mtraining_nns.ops.index import BlockIndex, DistanceIndex
-from mtraining_nns.ops.kernels import Grads, Tape
+from mtraining_nns.ops.index import BlockIndex, DistanceIndex, Lists
+from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Ring
 
@@ -30,14 +30,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     columns: int = 20  # 0: blocks alone
     share: float = 0.4  # of the block diagonals
-    columns_first: bool = True  # which of the two carries the other
+    steps: int = 1  # 2: the blocks come in two calls, the second carries the first and brings the columns
     row_chunk: int = 0  # tokens a row bit stands for, 0: no row bits
     device: str = "cpu"
     scale: float | None = None
 
     def __str__(self):
         shape = f"S{self.seq_len}-{self.heads}/{self.kv_heads}-d{self.dim}-b{self.block}x{self.batch}"
-        extra = f"c{self.columns}{'' if self.columns_first else 'last'}-r{self.row_chunk}-{self.share}"
+        extra = f"c{self.columns}-{self.steps}-r{self.row_chunk}-{self.share}"
         return f"{shape}-{str(self.dtype)[6:]}-{extra}"
 
 
@@ -49,7 +49,7 @@ def check(backend, case: Case, backward=None) -> None:
     )  # fmt: skip
     layout = Layout(seq_len=case.seq_len, block=case.block)
     starts = layout.block_starts(0, case.device)
-    blocks = index.blocks(starts, starts)
+    blocks = index.blocks(starts, starts, diagonal=True)
     if case.row_chunk:
         blocks = with_row_bits(blocks, case.seq_len, case.row_chunk)
     inputs = make_qkv(
@@ -58,8 +58,7 @@ def check(backend, case: Case, backward=None) -> None:
     )  # fmt: skip
     columns = index.columns if case.columns else None
     got, ref = both(backend, backward or backend, inputs, (blocks, columns), case)
-    assert got["out"].dtype == (case.dtype if case.columns_first or not case.columns else torch.float32)
-    assert all(got[name].dtype == torch.float32 for name in ("lse", "dq", "dk", "dv"))
+    assert got["out"].dtype == case.dtype and got["lse"].dtype == got["dq"].dtype == torch.float32
     floor = inputs[3].float().square().mean().sqrt().item() if case.seq_len == 1 else 0.0
     assert_close(got, ref, TOLERANCE[case.dtype], floor=floor)
 
@@ -76,23 +75,31 @@ def both(backend, backward, inputs, kept: tuple, case: Case) -> tuple[dict, dict
         gathered = Columns(columns, whole, Ring.single()).gather(k, v)
         table = columns_mask(columns, blocks.q_starts, q.shape[1])
     ref = concatenated(q, (k, v), dout, (block_mask(blocks, q.shape[1], k.shape[1]), table), gathered, scale)
-    part, starts = None, blocks.q_starts
-    if columns is not None and case.columns_first:
-        part = backend.columns_forward(q, gathered, columns, starts, scale=scale)
-    last = {} if columns is not None and not case.columns_first else {"out_dtype": q.dtype}
-    part = backend.blocks_forward(q, (k, v), blocks, scale=scale, carry=part, **last)
-    if columns is not None and not case.columns_first:
-        part = backend.columns_forward(q, gathered, columns, starts, scale=scale, carry=part)
-    delta = (dout.float() * part.out.float()).sum(-1).transpose(1, 2).contiguous()
-    tape = Tape(dout, part.lse, delta, scale)
-    dq, dk, dv = (torch.zeros(x.shape, device=x.device) for x in (q, k, v))
-    backward.blocks_backward(q, (k, v), blocks, tape, Grads(dq, dk, dv))
-    got = {"out": part.out, "lse": part.lse, "dq": dq, "dk": dk, "dv": dv}
-    if columns is not None:
-        found = torch.zeros(gathered.shape, device=q.device)
-        backward.columns_backward(q, gathered, columns, starts, tape, Grads(dq, *found))
-        got |= {"dk columns": found[0], "dv columns": found[1]}
-    return got, ref
+    columns = columns and GatheredColumns(gathered, columns.tiles(blocks.q_starts))
+    steps = [Keys(k, v, blocks, columns)] if case.steps == 1 else dealt(k, v, blocks, columns)
+    part = None
+    for keys in steps:
+        dtype = q.dtype if keys is steps[-1] else torch.float32
+        part = backend.forward(q, keys, scale=scale, carry=part, out_dtype=dtype)
+    tape, dq, dkv = Tape(dout, part.out, part.lse, scale), None, 0
+    for keys in steps:
+        dq, found, last = backward.backward(q, keys, tape, carry=dq)
+        dkv = dkv + found.float()
+    got = {"out": part.out, "lse": part.lse, "dq": dq, "dk": dkv[0], "dv": dkv[1]}
+    return got if columns is None else got | {"dk columns": last[0], "dv columns": last[1]}, ref
+
+
+def dealt(k, v, blocks: BlockIndex, columns) -> list[Keys]:
+    """The same keys in two steps: odd key blocks, then the others with the diagonal and the columns."""
+    mask = blocks.by_query.to_mask(len(blocks.k_starts))
+    odd = torch.arange(mask.shape[-1], device=mask.device) % 2 == 1
+    halves = [
+        replace(
+            blocks, by_query=Lists.of(part), by_key=Lists.of(part.transpose(-1, -2)), diagonal=diagonal, dense=False
+        )
+        for part, diagonal in ((mask & odd, False), (mask & ~odd, blocks.diagonal))
+    ]
+    return [Keys(k, v, halves[0]), Keys(k, v, halves[1], columns)]
 
 
 def concatenated(q, kv, dout, masks, gathered, scale) -> dict:
@@ -123,14 +130,14 @@ def columns_mask(columns, q_starts, q_len: int) -> torch.Tensor:
 
 def with_row_bits(blocks: BlockIndex, k_len: int, row_chunk: int) -> BlockIndex:
     """The same lists with random bits for each query row, bit 31 of a word and rows without any bit among them."""
-    batch, heads = blocks.count.shape[:2]
+    batch, heads = blocks.by_query.count.shape[:2]
     words = -(-(int(blocks.k_starts.max()) + blocks.block) // row_chunk // 32)
     g = torch.Generator().manual_seed(7)
     bits = torch.randint(-(2**31), 2**31, (batch, heads, k_len, max(words, 1)), generator=g).int()
     bits[:, :, ::9] = 0
     bits[:, :, 1::9] = -1
-    return replace(blocks, row_bits=bits.to(blocks.count.device), row_chunk=row_chunk)
+    return replace(blocks, row_bits=bits.to(blocks.k_starts.device), row_chunk=row_chunk)
 
 
 def dense_index(seq_len: int, heads: int, block: int, device="cpu") -> DistanceIndex:
-    return DistanceIndex.dense(1, heads, -(-seq_len // block), block, device)
+    return DistanceIndex.keep_all(1, heads, -(-seq_len // block), block, device)

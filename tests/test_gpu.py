@@ -11,6 +11,7 @@ from mtraining_nns.ops import kernels
 from mtraining_nns.ops.attention import Call, Operator, _forward
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import ColumnIndex, DistanceIndex
+from mtraining_nns.ops.kernels import backends
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.patterns import Place
 from mtraining_nns.ops.ring import Ring
@@ -69,16 +70,20 @@ class Standard:
         return (seen | is_column) & (rows >= key)
 
 
-@pytest.fixture(scope="module")
-def case():
+@pytest.fixture(scope="module", params=["triton", "cute"])
+def case(request):
     """The operator's out, lse and gradients, and the inputs."""
+    backend = request.param
+    fault = backends.FAULTS[backend](kernels.Device.here("cuda"), kernels.Work(block=BLOCK))
+    if fault:
+        pytest.skip(fault)
     standard = Standard()
     place = Place(Layout(seq_len=S, block=BLOCK), Ring.single())
     out, lse = _forward(
         standard.q, standard.k, standard.v,
-        Call(standard.index, place, kernels.load("triton"), SCALE, IndexStore(), None),
+        Call(standard.index, place, kernels.load(backend), SCALE, IndexStore(), None),
     )  # fmt: skip
-    operator = Operator(AttentionConfig(block=BLOCK), Ring.single(), "cuda")
+    operator = Operator(AttentionConfig(block=BLOCK, backend=backend), Ring.single(), "cuda")
     operator._pattern = lambda layer, layout: type("Given", (), {"build": lambda *args: standard.index})
     leaves = [x.clone().requires_grad_() for x in (standard.q, standard.k, standard.v)]
     again = operator(*leaves)

@@ -5,7 +5,7 @@ import torch
 from helpers import block_mask, column_table, index_mask, make_index
 
 from mtraining_nns.ops.config import LAYOUTS
-from mtraining_nns.ops.index import NO_COLUMN, BlockIndex, ColumnIndex, DistanceIndex
+from mtraining_nns.ops.index import NO_COLUMN, BlockIndex, ColumnIndex, DistanceIndex, Lists
 from mtraining_nns.ops.layout import Layout
 
 
@@ -20,37 +20,32 @@ def starts(count: int, block: int = 16) -> torch.Tensor:
     return torch.arange(0, count * block, block, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 7, 7), (2, 3, 5, 9), (2, 1, 9, 4)])
+SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 7, 7), (2, 3, 5, 9), (2, 1, 9, 4)])
+
+
+@SHAPES
 def test_mask_to_lists_and_back(shape):
     mask = random_mask(*shape)
-    index = BlockIndex.from_mask(mask, starts(shape[2]), starts(shape[3]), 16)
-    assert index.count.dtype == index.index.dtype == torch.int32
-    assert index.index.shape == shape
-    assert torch.equal(index.to_mask(), mask)
-    for row, count, listed in zip(mask.flatten(0, 2), index.count.flatten(), index.index.flatten(0, 2)):
-        assert listed[:count].tolist() == row.nonzero()[:, 0].tolist()
+    count, index = lists = Lists.of(mask)
+    assert count.dtype == index.dtype == torch.int32
+    assert index.shape == shape and index.is_contiguous()
+    assert torch.equal(lists.to_mask(shape[3]), mask)
+    for row, length, listed in zip(mask.flatten(0, 2), count.flatten(), index.flatten(0, 2)):
+        assert listed[:length].tolist() == row.nonzero()[:, 0].tolist()
 
 
-def test_worked_example():
-    index = BlockIndex(
-        count=torch.tensor([[[2, 1]]], dtype=torch.int32),
-        index=torch.tensor([[[[0, 3, 0, 0], [1, 9, 9, 9]]]], dtype=torch.int32),
-        q_starts=starts(2),
-        k_starts=starts(4),
-        block=16,
-    )
-    assert index.to_mask()[0, 0].nonzero().tolist() == [[0, 0], [0, 3], [1, 1]]  # entries past the count mean nothing
+def test_entries_past_the_count_mean_nothing():
+    count = torch.tensor([[[2, 1]]], dtype=torch.int32)
+    index = torch.tensor([[[[0, 3, 0, 0], [1, 9, 9, 9]]]], dtype=torch.int32)
+    assert Lists(count, index).to_mask(4)[0, 0].nonzero().tolist() == [[0, 0], [0, 3], [1, 1]]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 7, 7), (2, 3, 5, 9), (2, 1, 9, 4)])
-def test_transpose_lists_the_query_blocks_of_each_key_block(shape):
+@SHAPES
+def test_lists_by_key_are_the_transpose(shape):
     mask = random_mask(*shape, seed=1)
-    count, listed = BlockIndex.from_mask(mask, starts(shape[2]), starts(shape[3]), 16).transpose()
-    assert count.dtype == listed.dtype == torch.int32
-    assert listed.is_contiguous() and listed.shape == (*shape[:2], shape[3], shape[2])
-    columns = mask.transpose(-1, -2).flatten(0, 2)
-    for column, length, entries in zip(columns, count.flatten(), listed.flatten(0, 2)):
-        assert entries[:length].tolist() == column.nonzero()[:, 0].tolist()
+    index = BlockIndex.of(mask, starts(shape[2]), starts(shape[3]), 16, diagonal=False)
+    assert torch.equal(index.by_query.to_mask(shape[3]), mask)
+    assert torch.equal(index.by_key.to_mask(shape[2]), mask.transpose(-1, -2))
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -60,26 +55,30 @@ def test_ring_steps_keep_what_the_whole_matrix_keeps(kind, world):
     index = make_index(300, 3, 16, batch=2, blocks=layout.global_blocks)
     whole = torch.zeros(2, 3, layout.global_blocks, layout.global_blocks, dtype=torch.bool)
     for i in range(layout.global_blocks):
-        for j in range(i + 1):
+        for j in range(i):
             whole[:, :, i, j] = index.hit[:, :, i - j]
     for rank in range(world):
         for source in range(world):
             q_starts, k_starts = layout.block_starts(rank), layout.block_starts(source)
-            step = index.blocks(q_starts, k_starts)
-            assert torch.equal(step.to_mask(), whole[:, :, q_starts // 16][..., k_starts // 16])
+            step = index.blocks(q_starts, k_starts, diagonal=rank == source)
+            expected = whole[:, :, q_starts // 16][..., k_starts // 16]
+            assert torch.equal(step.by_query.to_mask(len(k_starts)), expected)
+            assert torch.equal(step.by_key.to_mask(len(q_starts)), expected.transpose(-1, -2))
+            assert step.diagonal == torch.equal(q_starts, k_starts)
             assert step.q_starts is q_starts and step.k_starts is k_starts and step.block == 16
 
 
 def test_distance_example():
     hit = torch.tensor([[[True, False, True, False]]])
-    mask = DistanceIndex(hit=hit, block=16).blocks(starts(4), starts(4)).to_mask()
-    assert mask[0, 0].nonzero().tolist() == [[0, 0], [1, 1], [2, 0], [2, 2], [3, 1], [3, 3]]
+    index = DistanceIndex(hit=hit, block=16).blocks(starts(4), starts(4), diagonal=True)
+    assert index.by_query.to_mask(4)[0, 0].nonzero().tolist() == [[2, 0], [3, 1]]
 
 
 def test_dense_keeps_every_causal_pair_and_nothing_else():
-    index = DistanceIndex.dense(2, 3, 5, 16, "cpu")
-    mask = block_mask(index.blocks(starts(5), starts(5)), 80, 80)
-    assert torch.equal(mask, torch.ones(2, 3, 80, 80, dtype=torch.bool).tril())
+    index = DistanceIndex.keep_all(2, 3, 5, 16, "cpu")
+    blocks = index.blocks(starts(5), starts(5), diagonal=True)
+    assert blocks.dense and blocks.by_query.count.shape == (1, 1, 5)  # lists once, not for every head
+    assert torch.equal(block_mask(blocks, 80, 80)[0, 0], torch.ones(80, 80, dtype=torch.bool).tril())
 
 
 def edge_columns() -> ColumnIndex:
@@ -96,12 +95,26 @@ def edge_columns() -> ColumnIndex:
 QUERY_BLOCKS = torch.tensor([0, 16, 32, 64, 96], dtype=torch.int32)  # one is missing, one is padding
 
 
-def test_visible_counts_the_columns_before_each_query_block():
+def test_tiles_pack_what_is_seen():
     columns = edge_columns()
-    visible = columns.visible(QUERY_BLOCKS)
-    assert visible.dtype == torch.int32
-    expected = (columns.position[:, :, None] < QUERY_BLOCKS[:, None]).sum(-1)
-    assert torch.equal(visible.long(), expected)
+    bits, state, visible = columns.tiles(QUERY_BLOCKS)
+    assert bits.dtype == visible.dtype == torch.int32 and bits.shape == (2, 2, 5, 4)
+    assert torch.equal(visible.long(), (columns.position[:, :, None] < QUERY_BLOCKS[:, None]).sum(-1))
+    for i, start in enumerate(QUERY_BLOCKS):
+        seen = columns.seen(start)
+        for c in range(seen.shape[-1]):
+            assert torch.equal((bits[:, :, i, c // 32] >> (c % 32)) & 1 == 1, seen[..., c])
+        assert (bits[:, :, i, 0] >> seen.shape[-1] == 0).all() and (bits[:, :, i, 1:] == 0).all()
+        assert torch.equal(state[:, :, i, 0], seen.any(-1).to(torch.uint8))  # 9 columns never fill a tile
+
+
+def test_a_tile_is_full_where_every_column_is_seen():
+    position = torch.arange(0, 200, dtype=torch.int32)[None, None]
+    hit = torch.zeros(1, 1, 40, dtype=torch.bool)
+    columns = ColumnIndex(position=position, count=torch.tensor([[200]], dtype=torch.int32), hit=hit, block=16)
+    bits, state, _ = columns.tiles(torch.tensor([0, 16, 128, 144, 300], dtype=torch.int32))
+    assert state[0, 0].tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [2, 1]]
+    assert bits[0, 0, 4].tolist() == [-1] * 6 + [255, 0]
 
 
 def test_seen_is_an_earlier_block_that_no_kept_block_covers():
@@ -120,13 +133,14 @@ def test_seen_is_an_earlier_block_that_no_kept_block_covers():
 @pytest.mark.parametrize("tile", [1, 2, 4, 16])
 def test_first_block_comes_after_each_tiles_first_column(tile):
     columns = edge_columns()
-    first = columns.first_block(QUERY_BLOCKS, tile)
-    assert first.shape == (2, 2, -(-9 // tile))
+    first = columns.tiles(QUERY_BLOCKS).first_block(tile)
+    assert first.shape == (2, 2, 128 // tile)
     for b in range(2):
         for n in range(2):
-            for t, lead in enumerate(columns.position[b, n, ::tile].tolist()):
-                later = [i for i, start in enumerate(QUERY_BLOCKS.tolist()) if start > lead]
-                assert first[b, n, t] == (later[0] if later else len(QUERY_BLOCKS))
+            leads = columns.position[b, n, ::tile].tolist()
+            for t, found in enumerate(first[b, n].tolist()):
+                later = [i for i, start in enumerate(QUERY_BLOCKS.tolist()) if t < len(leads) and start > leads[t]]
+                assert found == (later[0] if later else len(QUERY_BLOCKS))
 
 
 @pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 100, 257])
@@ -139,7 +153,7 @@ def test_density_is_the_share_of_causal_pairs(seq_len):
 
 @pytest.mark.parametrize("seq_len", [1, 63, 257])
 def test_dense_has_density_one(seq_len):
-    index = DistanceIndex.dense(2, 3, -(-seq_len // 16), 16, "cpu")
+    index = DistanceIndex.keep_all(2, 3, -(-seq_len // 16), 16, "cpu")
     assert index.density(seq_len).item() == pytest.approx(1, rel=1e-12)
 
 
@@ -159,7 +173,7 @@ def test_moving_an_index_moves_its_tensors():
     index = make_index(100, 2, 16).to("meta")
     tensors = index.hit, index.columns.hit, index.columns.position, index.columns.count
     assert all(x.device.type == "meta" for x in tensors)
-    assert DistanceIndex.dense(1, 1, 4, 16, "cpu").to("meta").columns is None
+    assert DistanceIndex.keep_all(1, 1, 4, 16, "cpu").to("meta").columns is None
 
 
 def test_makers_agree_with_the_fields():

@@ -11,7 +11,7 @@ from kernel_cases import Case, both, check, dense_index, with_row_bits
 
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.index import BlockIndex
-from mtraining_nns.ops.kernels import Grads, Tape
+from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.merge import Partial
 
@@ -28,7 +28,7 @@ SHORT = [
     Case(65, 2, 1, dim=32, block=32),
     Case(130, 2, 1, dim=64, block=64),
     Case(129, 1, 1, dim=128, block=128),
-    Case(40, 3, 1, dim=16, block=16, columns_first=False),
+    Case(40, 3, 1, dim=16, block=16, steps=2),
     Case(20, 7, 1, dim=16, block=16, columns=6),
     Case(20, 8, 1, dim=16, block=16, columns=0),
     Case(40, 3, 3, dim=16, block=16, columns=0),
@@ -40,7 +40,7 @@ SHORT = [
 ]
 LONG = [Case(s, dim=d, block=b) for s in (63, 64, 127, 128, 257, 1000) for d, b in ((64, 64), (128, 128))]
 LONG += [Case(257, n, h, d, dtype=BF16) for n, h in ((14, 2), (28, 4), (16, 2), (9, 3), (8, 8)) for d in (64, 128)]
-LONG += [Case(512, 2, 1, 16, block=256), Case(300, batch=3, dtype=BF16, columns_first=False)]
+LONG += [Case(512, 2, 1, 16, block=256), Case(300, batch=3, dtype=BF16, steps=2)]
 LONG += [Case(1200, 2, 1, 16, block=16, row_chunk=16, share=0.2), Case(200, 2, 1, 64, row_chunk=128, dtype=BF16)]
 
 
@@ -64,21 +64,22 @@ def test_ring_steps_are_the_reference(backend, rank, source, bits):
     """
     layout = Layout(seq_len=640, world=8, block=16)
     index = make_index(640, 2, 16, blocks=layout.global_blocks, seed=5)
-    blocks = index.blocks(layout.block_starts(rank), layout.block_starts(source))
+    blocks = index.blocks(layout.block_starts(rank), layout.block_starts(source), diagonal=rank == source)
     q, k, v, dout = make_qkv(layout.local_len, 2, 1)
     if bits:
         blocks = with_row_bits(blocks, layout.local_len, bits)
-        assert blocks.row_bits.shape[-1] == 2 and blocks.count[:, :, -1].min() > 1
+        assert blocks.row_bits.shape[-1] == 2 and blocks.by_query.count[:, :, -1].min() + blocks.diagonal > 1
     case = Case(layout.local_len, 2, 1, dim=16, block=16)
     assert_close(*both(*[kernels.load(backend)] * 2, (q, k, v, dout), (blocks, None), case), 1e-5)
 
 
 @BACKENDS
 def test_columns_of_a_shard_of_queries(backend):
-    """Queries of rank 1 of 2 against columns of the whole sequence."""
+    """Queries of rank 1 of 2 against all keys and the columns of the whole sequence."""
     layout = Layout(seq_len=128, world=2, block=16, granularity=32)
     index = make_index(128, 2, 16, columns=30, share=0.2)
-    blocks = index.blocks(layout.block_starts(1), Layout(seq_len=128, block=16).block_starts(0))
+    starts = layout.block_starts(1), Layout(seq_len=128, block=16).block_starts(0)
+    blocks = index.blocks(*starts, diagonal=False)
     q, _, _, dout = make_qkv(layout.local_len, 2, 1)
     _, k, v, _ = make_qkv(128, 2, 1, seed=1)
     case = Case(128, 2, 1, dim=16, block=16)
@@ -86,32 +87,29 @@ def test_columns_of_a_shard_of_queries(backend):
 
 
 @BACKENDS
-def test_gradients_are_added_to_what_is_there(backend):
-    """The ring runs the same accumulators through every step."""
+@pytest.mark.parametrize("dtype", [torch.float32, FP16])
+def test_a_dq_carry_is_added_in_fp32_and_rounded_once(backend, dtype):
     q, k, v, dout = make_qkv(40, 2, 1)
     index, module = make_index(40, 2, 16, share=0.2), kernels.load(backend)
     starts = Layout(seq_len=40, block=16).block_starts(0)
     gathered = torch.randn(2, 1, 2, index.columns.position.shape[-1], 16)
-    tape = Tape(dout, torch.full((1, 2, 40), 3.0), torch.randn(1, 2, 40), 0.25)
-
-    def run(value):
-        grads = [torch.full(x.shape, value) for x in (q, k, v, *gathered)]
-        module.blocks_backward(q, (k, v), index.blocks(starts, starts), tape, Grads(*grads[:3]))
-        module.columns_backward(q, gathered, index.columns, starts, tape, Grads(grads[0], *grads[3:]))
-        return grads
-
-    for added, alone in zip(run(7.0), run(0.0)):
-        assert alone.abs().max() > 0.1
-        assert torch.allclose(added - 7.0, alone, atol=1e-5)
+    columns = GatheredColumns(gathered, index.columns.tiles(starts))
+    keys = Keys(k, v, index.blocks(starts, starts, diagonal=True), columns)
+    tape = Tape(dout, torch.randn(q.shape), torch.full((1, 2, 40), 3.0), 0.25)
+    carry = torch.full(q.shape, 7.0)
+    alone = module.backward(q, keys, tape).dq
+    added = module.backward(q, keys, tape, carry=carry, dq_dtype=dtype).dq
+    assert added.dtype == dtype and alone.abs().max() > 0.1 and torch.equal(carry, torch.full(q.shape, 7.0))
+    assert torch.equal(added, (alone + 7.0).to(dtype))
 
 
 def sparse_lists(seq_len=80, block=16) -> BlockIndex:
-    """Query blocks 0, 2 and 4 list nothing, block 3 does not list its diagonal."""
+    """Query blocks 0, 2 and 4 see nothing, and no block its own."""
     starts = Layout(seq_len=seq_len, block=block).block_starts(0)
     mask = torch.zeros(1, 2, len(starts), len(starts), dtype=torch.bool)
-    mask[:, :, 1, 0] = mask[:, :, 1, 1] = mask[:, :, 3, 0] = mask[:, :, 3, 2] = True
+    mask[:, :, 1, 0] = mask[:, :, 3, 0] = mask[:, :, 3, 2] = True
     mask[:, 1, 3, 2] = False
-    return BlockIndex.from_mask(mask, starts, starts, block)
+    return BlockIndex.of(mask, starts, starts, block, diagonal=False)
 
 
 @BACKENDS
@@ -129,7 +127,8 @@ def test_rows_that_see_nothing_give_zero(backend):
 
 @BACKENDS
 def test_row_bits_can_blind_a_row(backend):
-    blocks = with_row_bits(dense_index(48, 2, 16).blocks(*[Layout(seq_len=48, block=16).block_starts(0)] * 2), 48, 16)
+    starts = Layout(seq_len=48, block=16).block_starts(0)
+    blocks = with_row_bits(make_index(48, 2, 16, share=1.0).blocks(starts, starts, diagonal=True), 48, 16)
     module = kernels.load(backend)
     got, ref = both(module, module, make_qkv(48, 2, 1), (blocks, None), Case(48, 2, 1, dim=16, block=16))
     assert_close(got, ref, 1e-5)
@@ -142,9 +141,9 @@ def test_a_carry_survives_empty_lists_and_fills_empty_rows(backend):
     q, k, v, _ = make_qkv(80, 2, 1)
     carry = Partial(torch.randn(q.shape), torch.randn(1, 2, 80) * 3)
     carry.out[:, ::5], carry.lse[:, :, ::5] = 0, -torch.inf
-    alone = module.blocks_forward(q, (k, v), blocks, scale=0.25)
+    alone = module.forward(q, Keys(k, v, blocks), scale=0.25)
     kept = Partial(*(x.clone() for x in carry))
-    merged = module.blocks_forward(q, (k, v), blocks, scale=0.25, carry=carry)
+    merged = module.forward(q, Keys(k, v, blocks), scale=0.25, carry=carry)
     assert torch.equal(carry.out, kept.out) and torch.equal(carry.lse, kept.lse), "the carry was written to"
     none = alone.lse == -torch.inf
     assert torch.equal(merged.lse == -torch.inf, none & (carry.lse == -torch.inf))
@@ -158,7 +157,8 @@ def test_a_carry_survives_empty_lists_and_fills_empty_rows(backend):
 def test_lse_is_a_natural_logarithm(backend):
     q, k, v, _ = make_qkv(50, 2, 1)
     starts = Layout(seq_len=50, block=32).block_starts(0)
-    part = kernels.load(backend).blocks_forward(q, (k, v), dense_index(50, 2, 32).blocks(starts, starts), scale=0.25)
+    keys = Keys(k, v, dense_index(50, 2, 32).blocks(starts, starts, diagonal=True))
+    part = kernels.load(backend).forward(q, keys, scale=0.25)
     scores = torch.einsum("bqnd,bkhd->bnqk", q, k) * 0.25
     future = torch.ones(50, 50, dtype=torch.bool).triu(1)
     assert rms_ratio(part.lse, torch.logsumexp(scores.masked_fill(future, -torch.inf), -1)) < 1e-6
@@ -176,7 +176,7 @@ def test_scores_of_any_size(backend, size):
     q, k, v, dout = make_qkv(70, 2, 1)
     case, module = Case(70, 2, 1, dim=16, block=32), kernels.load(backend)
     starts = Layout(seq_len=70, block=32).block_starts(0)
-    blocks = make_index(70, 2, 32).blocks(starts, starts)
+    blocks = make_index(70, 2, 32).blocks(starts, starts, diagonal=True)
     got, ref = both(module, module, (q * size, k * size, v, dout), (blocks, None), case)
     assert size < 1 or ref["lse"].max() > 1000
     assert_close(got, ref, max(1e-5, ref["lse"].abs().max().item() * 2**-22))  # what fp32 resolves beside such scores
@@ -187,9 +187,9 @@ def test_fp16_out_is_rounded_once(backend):
     """out_dtype changes the last store alone."""
     q, k, v, _ = make_qkv(70, 2, 1, dtype=FP16)
     starts = Layout(seq_len=70, block=32).block_starts(0)
-    blocks = make_index(70, 2, 32).blocks(starts, starts)
-    run = kernels.load(backend).blocks_forward
-    wide, narrow = run(q, (k, v), blocks, scale=0.25), run(q, (k, v), blocks, scale=0.25, out_dtype=FP16)
+    blocks = make_index(70, 2, 32).blocks(starts, starts, diagonal=True)
+    run, keys = kernels.load(backend).forward, Keys(k, v, blocks)
+    wide, narrow = run(q, keys, scale=0.25), run(q, keys, scale=0.25, out_dtype=FP16)
     assert wide.out.dtype == torch.float32 and torch.equal(wide.out.half(), narrow.out)
 
 
@@ -199,10 +199,10 @@ def test_non_contiguous_inputs(backend):
     fused = torch.randn(2, 4, 70, 16)  # [B, N + 2H, S, D]
     q, k, v = fused[:, :2].transpose(1, 2), fused[:, 2:3].transpose(1, 2), fused[:, 3:].transpose(1, 2)
     starts = Layout(seq_len=70, block=32).block_starts(0)
-    blocks = make_index(70, 2, 32, batch=2).blocks(starts, starts)
-    run = kernels.load(backend).blocks_forward
-    got = run(q, (k, v), blocks, scale=0.25)
-    expected = run(q.contiguous(), (k.contiguous(), v.contiguous()), blocks, scale=0.25)
+    blocks = make_index(70, 2, 32, batch=2).blocks(starts, starts, diagonal=True)
+    run = kernels.load(backend).forward
+    got = run(q, Keys(k, v, blocks), scale=0.25)
+    expected = run(q.contiguous(), Keys(k.contiguous(), v.contiguous(), blocks), scale=0.25)
     assert torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
 
 
@@ -211,22 +211,4 @@ def test_triton_refuses_what_it_cannot_do():
     q, k, v, _ = make_qkv(64, 2, 1, dim=80)
     starts = Layout(seq_len=64, block=32).block_starts(0)
     with pytest.raises(ValueError, match="head dims .* got 80.*torch"):
-        module.blocks_forward(q, (k, v), dense_index(64, 2, 32).blocks(starts, starts), scale=1.0)
-
-
-def test_backends_are_chosen_by_device():
-    assert kernels.choose_backend("cpu")[0] == "torch"
-    assert kernels.choose_backend("cuda", "torch")[0] == "torch"
-    with pytest.raises(ValueError, match="backend=triton needs a CUDA device, got cpu; use attention.backend=torch"):
-        kernels.choose_backend("cpu", "triton")
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (7, 5)])
-def test_the_backend_of_a_gpu_is_chosen_by_its_capability(monkeypatch, capability):
-    kernels.load("torch")  # a backend module that bears a library's name must not hide the library
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    if capability >= (8, 0):
-        assert kernels.choose_backend("cuda") == ("triton", "the default for CUDA devices")
-    else:
-        with pytest.raises(ValueError, match="compute capability 8.0 or newer"):
-            kernels.choose_backend("cuda")
+        module.forward(q, Keys(k, v, dense_index(64, 2, 32).blocks(starts, starts, diagonal=True)), scale=1.0)

@@ -6,53 +6,65 @@ device once a query block; use the Triton backend there. Scores and sums are fp3
 
 import torch
 
-from mtraining_nns.ops.index import BlockIndex, ColumnIndex
-from mtraining_nns.ops.kernels import Grads, Tape
+from mtraining_nns.ops.index import BlockIndex
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined
 from mtraining_nns.ops.merge import Partial, merge
 
 
-def blocks_forward(q, kv, index: BlockIndex, *, scale, carry=None, out_dtype=None) -> Partial:
-    """Attention over the listed blocks, merged with `carry`."""
-    part = _empty(q)
-    blocks = [_block_view(x, index.block) for x in kv]
-    for row in _rows(q, index):
-        k, v = (_gather(x, row.listed) for x in blocks)
-        _write(part, row.tokens, _softmax(_scores(q, k, row, scale), v))
-    part = merge(carry, part)
+def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+    """Attention over the listed blocks and the columns, merged with `carry`."""
+    part = merge(carry, _blocks_forward(q, keys, scale))
+    if keys.columns is not None:
+        part = merge(part, _columns_forward(q, keys, scale))
     return Partial(part.out.to(out_dtype or torch.float32), part.lse)
 
 
-def blocks_backward(q, kv, index: BlockIndex, tape: Tape, grads: Grads) -> None:
-    """Gradients over the listed blocks, added into `grads`."""
-    blocks = [_block_view(x, index.block) for x in kv]
-    sums = [torch.zeros_like(x) for x in blocks]
-    for row in _rows(q, index):
-        k, v = (_gather(x, row.listed) for x in blocks)
-        found = _row_grads(q, (k, v), row, tape)
-        grads.dq[:, row.tokens] += found.dq
-        for total, part in zip(sums, found[1:], strict=True):
-            _scatter(total, row.listed, part)
-    for grad, total in zip(grads[1:], sums, strict=True):
-        grad += total.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : grad.shape[1]]
+def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+    """Gradients over the listed blocks and the columns."""
+    dq = torch.zeros(q.shape, device=q.device)
+    dkv = _blocks_backward(q, keys, tape, dq)
+    columns = None if keys.columns is None else _columns_backward(q, keys, tape, dq)
+    return Grads(joined(carry, dq, dq_dtype), dkv, columns)
 
 
-def columns_forward(q, kv, columns: ColumnIndex, q_starts, *, scale, carry=None) -> Partial:
-    """Attention to the gathered columns, merged with `carry`."""
+def _blocks_forward(q, keys: Keys, scale) -> Partial:
     part = _empty(q)
-    for row in _column_rows(q, columns, q_starts):
-        k, v = (x[:, :, : row.width].float() for x in kv)
+    blocks = [_block_view(x, keys.blocks.block) for x in (keys.k, keys.v)]
+    for row in _rows(q, keys.blocks):
+        k, v = (_gather(x, row.listed) for x in blocks)
         _write(part, row.tokens, _softmax(_scores(q, k, row, scale), v))
-    return merge(carry, part)
+    return part
 
 
-def columns_backward(q, kv, columns: ColumnIndex, q_starts, tape: Tape, grads: Grads) -> None:
-    """Gradients of the gathered columns, added into `grads`."""
-    for row in _column_rows(q, columns, q_starts):
-        k, v = (x[:, :, : row.width].float() for x in kv)
-        found = _row_grads(q, (k, v), row, tape)
-        grads.dq[:, row.tokens] += found.dq
-        grads.dk[:, :, : row.width] += found.dk
-        grads.dv[:, :, : row.width] += found.dv
+def _blocks_backward(q, keys: Keys, tape: Tape, dq) -> torch.Tensor:
+    blocks = [_block_view(x, keys.blocks.block) for x in (keys.k, keys.v)]
+    sums = [torch.zeros_like(x) for x in blocks]
+    for row in _rows(q, keys.blocks):
+        k, v = (_gather(x, row.listed) for x in blocks)
+        found, *parts = _row_grads(q, (k, v), row, tape)
+        dq[:, row.tokens] += found
+        for total, part in zip(sums, parts, strict=True):
+            _scatter(total, row.listed, part)
+    return torch.stack([x.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : keys.k.shape[1]] for x in sums])
+
+
+def _columns_forward(q, keys: Keys, scale) -> Partial:
+    part = _empty(q)
+    for row in _column_rows(q, keys):
+        k, v = (x[:, :, : row.width].float() for x in keys.columns.kv)
+        _write(part, row.tokens, _softmax(_scores(q, k, row, scale), v))
+    return part
+
+
+def _columns_backward(q, keys: Keys, tape: Tape, dq) -> torch.Tensor:
+    grads = torch.zeros(keys.columns.kv.shape, device=q.device)
+    for row in _column_rows(q, keys):
+        k, v = (x[:, :, : row.width].float() for x in keys.columns.kv)
+        found, *parts = _row_grads(q, (k, v), row, tape)
+        dq[:, row.tokens] += found
+        for grad, part in zip(grads, parts, strict=True):
+            grad[:, :, : row.width] += part
+    return grads
 
 
 class _Row:
@@ -63,20 +75,23 @@ class _Row:
 
 
 def _rows(q, index: BlockIndex):
+    count, lists = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in index.by_query)
     offsets = torch.arange(index.block, device=q.device)
     for i in range(len(index.q_starts)):
-        tokens = slice(i * index.block, min((i + 1) * index.block, q.shape[1]))
-        longest = int(index.count[:, :, i].max())
-        if longest == 0:
+        longest = int(count[:, :, i].max())
+        if longest == 0 and not index.diagonal:
             continue
-        listed = index.index[:, :, i, :longest].long()
-        valid = torch.arange(longest, device=q.device) < index.count[:, :, i, None]
-        keys = index.k_starts[listed][..., None] + offsets
-        queries = index.q_starts[i] + offsets[: tokens.stop - tokens.start]
-        keep = valid[..., None, :, None] & (keys[:, :, None] <= queries[:, None, None])
+        tokens = slice(i * index.block, min((i + 1) * index.block, q.shape[1]))
+        valid = torch.arange(longest, device=q.device) < count[:, :, i, None]
+        listed = torch.where(valid, lists[:, :, i, :longest], 0).long()
+        keep = valid[..., None, :, None].expand(-1, -1, tokens.stop - tokens.start, -1, index.block)
+        if index.diagonal:
+            causal = offsets <= offsets[: tokens.stop - tokens.start, None]
+            keep = torch.cat([keep, causal[:, None].expand(*keep.shape[:2], -1, -1, -1)], -2)
+            listed = torch.nn.functional.pad(listed, (0, 1), value=i)
         if index.row_bits is not None:
             keep = keep & _bits(index, tokens, listed)[..., None]
-        yield _Row(tokens, keep.flatten(-2), torch.where(valid, listed, 0))
+        yield _Row(tokens, keep.flatten(-2), listed)
 
 
 def _bits(index: BlockIndex, tokens, listed):
@@ -87,13 +102,15 @@ def _bits(index: BlockIndex, tokens, listed):
     return (word >> (chunk % 32)) & 1 == 1
 
 
-def _column_rows(q, columns: ColumnIndex, q_starts):
-    visible = columns.visible(q_starts)
-    for i, start in enumerate(q_starts):
-        tokens = slice(i * columns.block, min((i + 1) * columns.block, q.shape[1]))
-        width = int(visible[..., i].max())
+def _column_rows(q, keys: Keys):
+    tiles, block = keys.columns.tiles, keys.blocks.block
+    shifts = torch.arange(32, device=q.device)
+    for i in range(tiles.visible.shape[2]):
+        tokens = slice(i * block, min((i + 1) * block, q.shape[1]))
+        width = int(tiles.visible[:, :, i].max())
         if width:
-            seen = columns.seen(start)[..., :width]
+            words = tiles.bits[:, :, i, : -(-width // 32), None]
+            seen = ((words >> shifts) & 1 == 1).flatten(-2)[..., :width]
             yield _Row(tokens, seen[:, :, None].expand(-1, -1, tokens.stop - tokens.start, -1))
 
 
@@ -133,14 +150,15 @@ def _softmax(scores, v) -> Partial:
     return Partial((weights @ v).transpose(1, 2), lse)
 
 
-def _row_grads(q, kv, row, tape: Tape) -> Grads:
+def _row_grads(q, kv, row, tape: Tape):
+    """dq, dk, dv of one row."""
     k, v = kv
     lse, delta = (x[:, :, row.tokens, None] for x in (tape.lse, tape.delta))
     dout = tape.dout[:, row.tokens].float().transpose(1, 2)
     weights = _scores(q, k, row, tape.scale).sub_(lse.nan_to_num(neginf=0.0)).exp_()
     dscores = (dout @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(tape.scale)
     queries = q[:, row.tokens].float().transpose(1, 2)
-    return Grads((dscores @ k).transpose(1, 2), dscores.transpose(-1, -2) @ queries, weights.transpose(-1, -2) @ dout)
+    return (dscores @ k).transpose(1, 2), dscores.transpose(-1, -2) @ queries, weights.transpose(-1, -2) @ dout
 
 
 def _empty(q) -> Partial:

@@ -1,15 +1,16 @@
-"""Sparse attention on Triton: checks, tile sizes and launches. The device code is in triton_blocks and triton_columns.
+"""Sparse attention on Triton: checks, tile sizes and launches. The device code is in triton_blocks.
 
-The default on CUDA devices, from compute capability 8.0. On CPU tensors it runs only under TRITON_INTERPRET=1, for
-kernel tests: milliseconds a tile, far too slow to train.
+The portable backend of CUDA devices, from compute capability 8.0. On CPU tensors it runs only under
+TRITON_INTERPRET=1, for kernel tests: milliseconds a tile, far too slow to train.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from mtraining_nns.ops.index import BlockIndex, ColumnIndex
-from mtraining_nns.ops.kernels import Grads, Tape, triton_blocks, triton_columns
+from mtraining_nns.ops.index import BlockIndex, Lists
+from mtraining_nns.ops.kernels import triton_blocks
+from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape
 from mtraining_nns.ops.merge import Partial
 
 HEAD_DIMS = (16, 32, 64, 128)
@@ -36,89 +37,81 @@ TILES = {
 PORTABLE = Tiles(64, 32, 4, 1)  # fp32 inputs and small head dims: few registers and little shared memory
 
 
-def blocks_forward(q, kv, index: BlockIndex, *, scale, carry=None, out_dtype=None) -> Partial:
-    """Attention over the listed blocks, merged with `carry`."""
-    q, (k, v) = _check(q, kv, index.block)
-    tiles = _tiles("forward", q, index.block)
+def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+    """Attention over the listed blocks and the columns, merged with `carry`."""
+    q, keys = _checked(q, keys)
+    tiles = _tiles("forward", q, keys.blocks.block)
     out = torch.empty(q.shape, dtype=out_dtype or torch.float32, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-    out_in, lse_in = (out, lse) if carry is None else (x.contiguous() for x in carry)
-    triton_blocks.blocks_forward[(_programs(q, index, tiles),)](
-        q, k, v, index.count, index.index, index.q_starts, index.k_starts, _bits(index), out_in, lse_in, out, lse,
-        *_sizes(q, k, index, scale), BLOCK=index.block, M=tiles.rows, T=tiles.keys, D=q.shape[3],
-        CARRY=carry is not None, HAS_BITS=index.row_bits is not None, PRECISION=_precision(q), **_launch(tiles),
+    carried = (out, lse) if carry is None else (x.contiguous() for x in carry)
+    triton_blocks.forward_kernel[(_programs(q, keys.blocks, tiles),)](
+        q, keys.k, keys.v, *keys.blocks.by_query, *_query_side(keys), *carried, out, lse,
+        *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys), CARRY=carry is not None,
+        **_flags(q, keys, tiles),
     )  # fmt: skip
     return Partial(out, lse)
 
 
-def blocks_backward(q, kv, index: BlockIndex, tape: Tape, grads: Grads) -> None:
-    """Gradients over the listed blocks, added into `grads`."""
-    q, (k, v) = _check(q, kv, index.block)
-    tiles = _tiles("dq", q, index.block)
-    tensors = q, k, v, tape.dout, tape.lse, tape.delta
-    flags = {"HAS_BITS": index.row_bits is not None, "PRECISION": _precision(q)}
-    sizes = _sizes(q, k, index, tape.scale)
-    triton_blocks.blocks_dq[(_programs(q, index, tiles),)](
-        *tensors, index.count, index.index, index.q_starts, index.k_starts, _bits(index), grads.dq,
-        *sizes, BLOCK=index.block, M=tiles.rows, T=tiles.keys, D=q.shape[3], **flags, **_launch(tiles),
-    )  # fmt: skip
-    tiles = _tiles("dkv", q, index.block)
-    programs = k.shape[0] * k.shape[2] * len(index.k_starts) * (index.block // tiles.keys)
-    triton_blocks.blocks_dkv[(programs,)](
-        *tensors, *index.transpose(), index.q_starts, index.k_starts, _bits(index), grads.dk, grads.dv,
-        *sizes, BLOCK=index.block, M=tiles.rows, T=tiles.keys, D=q.shape[3], G=q.shape[2] // k.shape[2],
-        EVEN=q.shape[1] % index.block == 0, **flags, **_launch(tiles),
-    )  # fmt: skip
+def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+    """Gradients over the listed blocks and the columns."""
+    q, keys = _checked(q, keys)
+    tensors = tape.dout, tape.lse, tape.delta
+    columns = None if keys.columns is None else _columns_dkv(q, keys, tape)
+    return Grads(_dq(q, keys, tensors, tape.scale, carry, dq_dtype), _dkv(q, keys, tensors, tape.scale), columns)
 
 
-def columns_forward(q, kv, columns: ColumnIndex, q_starts, *, scale, carry=None) -> Partial:
-    """Attention to the gathered columns, merged with `carry`."""
-    q, (k, v) = _check(q, kv, columns.block)
-    tiles = _tiles("forward", q, columns.block)
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-    out_in, lse_in = (out, lse) if carry is None else (x.contiguous() for x in carry)
-    triton_columns.columns_forward[(_programs(q, columns, tiles, len(q_starts)),)](
-        q, k, v, columns.position, _table(columns), columns.visible(q_starts), q_starts, out_in, lse_in, out, lse,
-        *_column_sizes(q, columns, q_starts, scale), BLOCK=columns.block, M=tiles.rows, T=tiles.keys, D=q.shape[3],
-        CARRY=carry is not None, PRECISION=_precision(q), **_launch(tiles),
+def _dq(q, keys: Keys, tensors, scale, carry, dtype):
+    tiles = _tiles("dq", q, keys.blocks.block)
+    dq = torch.empty(q.shape, dtype=dtype or torch.float32, device=q.device)
+    triton_blocks.dq_kernel[(_programs(q, keys.blocks, tiles),)](
+        q, keys.k, keys.v, *tensors, *keys.blocks.by_query, *_query_side(keys), dq if carry is None else carry, dq,
+        *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys), CARRY=carry is not None,
+        **_flags(q, keys, tiles),
     )  # fmt: skip
-    return Partial(out, lse)
+    return dq
 
 
-def columns_backward(q, kv, columns: ColumnIndex, q_starts, tape: Tape, grads: Grads) -> None:
-    """Gradients of the gathered columns, added into `grads`."""
-    q, (k, v) = _check(q, kv, columns.block)
-    tiles = _tiles("dq", q, columns.block)
-    tensors = q, k, v, tape.dout, tape.lse, tape.delta, columns.position, _table(columns)
-    sizes = _column_sizes(q, columns, q_starts, tape.scale)
-    triton_columns.columns_dq[(_programs(q, columns, tiles, len(q_starts)),)](
-        *tensors, columns.visible(q_starts), q_starts, grads.dq,
-        *sizes, BLOCK=columns.block, M=tiles.rows, T=tiles.keys, D=q.shape[3],
-        PRECISION=_precision(q), **_launch(tiles),
+def _dkv(q, keys: Keys, tensors, scale):
+    blocks, k = keys.blocks, keys.k
+    tiles = _tiles("dkv", q, blocks.block)
+    dkv = torch.empty(2, *k.shape, device=q.device)
+    programs = k.shape[0] * k.shape[2] * len(blocks.k_starts) * (blocks.block // tiles.keys)
+    flags = _flags(q, keys, tiles)
+    del flags["HAS_COLUMNS"]
+    triton_blocks.dkv_kernel[(programs,)](
+        q, k, keys.v, *tensors, *blocks.by_key, blocks.k_starts, _bits(blocks), *dkv,
+        *_sizes(q, keys, blocks.by_key, scale), G=q.shape[2] // k.shape[2], EVEN=q.shape[1] % blocks.block == 0,
+        **flags,
     )  # fmt: skip
-    tiles = _tiles("dkv", q, columns.block)
-    heads, width = q.shape[0] * q.shape[2], k.shape[2]
-    programs = heads * -(-width // tiles.keys)
+    return dkv
+
+
+def _columns_dkv(q, keys: Keys, tape: Tape):
+    (k, v), seen = keys.columns.kv, keys.columns.tiles
+    tiles = _tiles("dkv", q, keys.blocks.block)
+    heads, words = q.shape[0] * q.shape[2], seen.bits.shape[-1]
+    programs = heads * (words * 32 // tiles.keys)
     split = max(1, min(8, 1024 // programs))  # few columns: share a tile's queries among programs to fill the GPU
     parts = torch.empty(2, split, *k.shape, device=q.device)
-    triton_columns.columns_dkv[(split * programs,)](
-        *tensors, columns.first_block(q_starts, tiles.keys), q_starts, *parts,
-        *sizes, heads, BLOCK=columns.block, M=tiles.rows, T=tiles.keys, D=q.shape[3],
-        SPLIT=split, EVEN=q.shape[1] % columns.block == 0, PRECISION=_precision(q), **_launch(tiles),
+    triton_blocks.columns_dkv_kernel[(split * programs,)](
+        q, k, v, tape.dout, tape.lse, tape.delta, seen.bits, seen.first_block(tiles.keys), *parts,
+        tape.scale, q.shape[2], q.shape[1], k.shape[2], len(keys.blocks.q_starts), words, heads,
+        BLOCK=keys.blocks.block, M=tiles.rows, T=tiles.keys, D=q.shape[3], SPLIT=split,
+        EVEN=q.shape[1] % keys.blocks.block == 0, PRECISION=_precision(q), **_launch(tiles),
     )  # fmt: skip
-    for grad, part in zip(grads[1:], parts, strict=True):
-        grad += part.sum(0)
+    return parts.sum(1)
 
 
-def _check(q, kv, block: int):
+def _checked(q, keys: Keys):
+    block = keys.blocks.block
     if q.shape[3] not in HEAD_DIMS:
         raise ValueError(
             f"the triton backend does head dims {HEAD_DIMS}, got {q.shape[3]}; use attention.backend=torch"
         )
     if block > 128 and block % 128:
         raise ValueError(f"the triton backend needs a block of 16 to 128 or a multiple of 128, got {block}")
-    return q.contiguous(), tuple(x.contiguous() for x in kv)
+    columns = keys.columns and GatheredColumns(keys.columns.kv.contiguous(), keys.columns.tiles)
+    return q.contiguous(), Keys(keys.k.contiguous(), keys.v.contiguous(), keys.blocks, columns)
 
 
 def _tiles(kernel: str, q, block: int) -> Tiles:
@@ -126,26 +119,46 @@ def _tiles(kernel: str, q, block: int) -> Tiles:
     return tiles._replace(rows=min(tiles.rows, block), keys=min(tiles.keys, block))
 
 
-def _programs(q, index, tiles: Tiles, blocks: int | None = None) -> int:
-    return q.shape[0] * q.shape[2] * (blocks or len(index.q_starts)) * (index.block // tiles.rows)
+def _programs(q, blocks: BlockIndex, tiles: Tiles) -> int:
+    return q.shape[0] * q.shape[2] * len(blocks.q_starts) * (blocks.block // tiles.rows)
 
 
-def _sizes(q, k, index: BlockIndex, scale: float):
-    words = 0 if index.row_bits is None else index.row_bits.shape[-1]
-    lists = len(index.q_starts), len(index.k_starts)
-    return scale, q.shape[2], k.shape[2], q.shape[1], k.shape[1], *lists, max(index.row_chunk, 1), words
+def _query_side(keys: Keys):
+    """The tensors that only kernels which walk the keys of a query tile read; q stands in for missing ones."""
+    blocks, columns = keys.blocks, keys.columns
+    if columns is None:
+        return blocks.k_starts, _bits(blocks), *[blocks.k_starts] * 4
+    return blocks.k_starts, _bits(blocks), *columns.kv, columns.tiles.bits, columns.tiles.visible
 
 
-def _column_sizes(q, columns: ColumnIndex, q_starts, scale: float):
-    return scale, q.shape[2], q.shape[1], columns.position.shape[-1], len(q_starts), columns.hit.shape[-1]
+def _sizes(q, keys: Keys, lists: Lists, scale: float):
+    blocks = keys.blocks
+    words = 0 if blocks.row_bits is None else blocks.row_bits.shape[-1]
+    listed = int(lists.count.shape[:2] == (q.shape[0], q.shape[2]))
+    heads = q.shape[2], keys.k.shape[2]
+    return scale, *heads, q.shape[1], keys.k.shape[1], *lists.index.shape[2:], listed, max(blocks.row_chunk, 1), words
 
 
-def _bits(index: BlockIndex):
-    return index.count if index.row_bits is None else index.row_bits.contiguous()
+def _column_sizes(keys: Keys):
+    return (0, 0) if keys.columns is None else (keys.columns.kv.shape[3], keys.columns.tiles.bits.shape[-1])
 
 
-def _table(columns: ColumnIndex):
-    return columns.hit.contiguous().view(torch.uint8)
+def _flags(q, keys: Keys, tiles: Tiles) -> dict:
+    return {
+        "BLOCK": keys.blocks.block,
+        "M": tiles.rows,
+        "T": tiles.keys,
+        "D": q.shape[3],
+        "DIAGONAL": keys.blocks.diagonal,
+        "HAS_COLUMNS": keys.columns is not None,
+        "HAS_BITS": keys.blocks.row_bits is not None,
+        "PRECISION": _precision(q),
+        **_launch(tiles),
+    }
+
+
+def _bits(blocks: BlockIndex):
+    return blocks.k_starts if blocks.row_bits is None else blocks.row_bits.contiguous()
 
 
 def _precision(q) -> str:

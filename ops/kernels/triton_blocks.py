@@ -1,13 +1,16 @@
-"""Device code of block-sparse attention: forward, dQ, and dK with dV.
+"""Device code of sparse attention: forward, dQ, dK with dV, and dK with dV of the columns.
 
 One program owns a tile of queries (forward, dQ) or of keys (dK, dV) and walks the list of blocks on the other side,
-so no result is shared between programs and nothing is added atomically. Only the block on the diagonal needs a
-causal mask; it stands last in a query block's list and first in a key block's.
+so no result is shared between programs and nothing is added atomically. Listed blocks are seen whole; on a rank's own
+step each query block also sees its own key block, causally. A column is seen by all rows of a query block or by none,
+so one bit a column masks a whole tile.
 
-Shapes: q, dout, out [B, Sq, N, D]; k, v [B, Sk, H, D]; lse, delta [B, N, Sq]; lists [B, N, blocks, width]. M query
-rows and T key rows a tile, BLOCK tokens a block, G = N / H query heads a key head. All contiguous.
+Shapes: q, dout, out [B, Sq, N, D]; k, v [B, Sk, H, D]; gathered columns [B, N, C, D]; lse, delta [B, N, Sq]; lists
+[B, N, blocks, width], of every head or of none (listed = 1 or 0). M query rows and T key rows a tile, BLOCK tokens a
+block, G = N / H query heads a key head. All contiguous.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -87,33 +90,37 @@ def store_softmax(OUT, LSE, first, stride, limit, state, M: tl.constexpr, D: tl.
 
 
 @triton.jit
-def blocks_forward(
-    Q, K, V, COUNT, INDEX, Q_STARTS, K_STARTS, BITS, OUT_IN, LSE_IN, OUT, LSE,
-    scale, N, H, Sq, Sk, nq, nk, row_chunk, WORDS,
-    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    CARRY: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+def seen_columns(SEEN, first, T: tl.constexpr):
+    """int1 [T]: bits first .. first + T of a query block's column bits."""
+    columns = first + tl.arange(0, T)
+    return ((tl.load(SEEN + columns // 32) >> (columns % 32)) & 1) != 0
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, COUNT, INDEX, K_STARTS, BITS, K_COLUMNS, V_COLUMNS, SEEN, VISIBLE, OUT_IN, LSE_IN, OUT, LSE,
+    scale, N, H, Sq, Sk, nq, width, listed, row_chunk, WORDS, C, SEEN_WORDS,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, CARRY: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = nq * (BLOCK // M)
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * N + n
     tile = tiles - 1 - tl.program_id(0) % tiles  # later queries have longer lists: start with them
     b, n, i = head // N, head % N, tile // (BLOCK // M)
     rows = tile * M + tl.arange(0, M)
-    Q += b * Sq * N * D + n * D
+    own = b * Sq * N * D + n * D
     K += b * Sk * H * D + (n * H // N) * D
     V += b * Sk * H * D + (n * H // N) * D
     BITS += head * Sq * WORDS
-    INDEX += (head * nq + i) * nk
-    q = load_rows(Q, tile * M, N * D, Sq, M, D, True)
+    INDEX += (head * listed * nq + i) * width
+    q = load_rows(Q + own, tile * M, N * D, Sq, M, D, True)
     if CARRY:
-        m, l, acc = load_carry(OUT_IN + b * Sq * N * D + n * D, LSE_IN + head * Sq, tile * M, N * D, Sq, M, D)
+        m, l, acc = load_carry(OUT_IN + own, LSE_IN + head * Sq, tile * M, N * D, Sq, M, D)
     else:
         m, l, acc = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
 
-    count = tl.load(COUNT + head * nq + i)
-    q_start = tl.load(Q_STARTS + i)
-    last = tl.load(INDEX + tl.maximum(count - 1, 0))
-    diagonal = ((count > 0) & (tl.load(K_STARTS + last) == q_start)).to(tl.int32)
-    for t in range(0, (count - diagonal) * (BLOCK // T)):
+    count = tl.load(COUNT + head * listed * nq + i)
+    for t in range(0, count * (BLOCK // T)):
         j = tl.load(INDEX + t // (BLOCK // T))
         first = j * BLOCK + (t % (BLOCK // T)) * T
         k = load_rows(K, first, H * D, Sk, T, D, False)
@@ -123,16 +130,26 @@ def blocks_forward(
             seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)
             scores = tl.where(seen[:, None], scores, float("-inf"))
         m, l, acc = online_softmax(scores, scale * LOG2E, v, m, l, acc, PRECISION)
-    for t in range(0, diagonal * (BLOCK // T)):
-        k = load_rows(K, last * BLOCK + t * T, H * D, Sk, T, D, True)
-        v = load_rows(V, last * BLOCK + t * T, H * D, Sk, T, D, True)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        # both blocks start at the same token, so places inside the block compare as positions do
-        seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
-        if HAS_BITS:
-            seen &= row_bits(BITS, rows, Sq, q_start // row_chunk, WORDS)[:, None]
-        m, l, acc = online_softmax(tl.where(seen, scores, float("-inf")), scale * LOG2E, v, m, l, acc, PRECISION)
-    store_softmax(OUT + b * Sq * N * D + n * D, LSE + head * Sq, tile * M, N * D, Sq, (m, l, acc), M, D)
+    if HAS_COLUMNS:
+        K_COLUMNS += head * C * D
+        V_COLUMNS += head * C * D
+        for first in range(0, tl.load(VISIBLE + head * nq + i), T):
+            seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, first, T)
+            k = load_rows(K_COLUMNS, first, D, C, T, D, True)
+            v = load_rows(V_COLUMNS, first, D, C, T, D, True)
+            scores = tl.dot(q, k.T, input_precision=PRECISION) + tl.where(seen, 0.0, float("-inf"))[None, :]
+            m, l, acc = online_softmax(scores, scale * LOG2E, v, m, l, acc, PRECISION)
+    if DIAGONAL:
+        for t in range(0, BLOCK // T):
+            k = load_rows(K, i * BLOCK + t * T, H * D, Sk, T, D, True)
+            v = load_rows(V, i * BLOCK + t * T, H * D, Sk, T, D, True)
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            # both blocks start at the same token, so places inside the block compare as positions do
+            seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
+            if HAS_BITS:
+                seen &= row_bits(BITS, rows, Sq, tl.load(K_STARTS + i) // row_chunk, WORDS)[:, None]
+            m, l, acc = online_softmax(tl.where(seen, scores, float("-inf")), scale * LOG2E, v, m, l, acc, PRECISION)
+    store_softmax(OUT + own, LSE + head * Sq, tile * M, N * D, Sq, (m, l, acc), M, D)
 
 
 @triton.jit
@@ -146,11 +163,11 @@ def add_dq(q, dout, k, v, lse, delta, seen, dq, scale, MASK: tl.constexpr, PRECI
 
 
 @triton.jit
-def blocks_dq(
-    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, Q_STARTS, K_STARTS, BITS, DQ,
-    scale, N, H, Sq, Sk, nq, nk, row_chunk, WORDS,
-    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+def dq_kernel(
+    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, K_STARTS, BITS, K_COLUMNS, V_COLUMNS, SEEN, VISIBLE, DQ_IN, DQ,
+    scale, N, H, Sq, Sk, nq, width, listed, row_chunk, WORDS, C, SEEN_WORDS,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, CARRY: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = nq * (BLOCK // M)
     head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -161,7 +178,7 @@ def blocks_dq(
     K += b * Sk * H * D + (n * H // N) * D
     V += b * Sk * H * D + (n * H // N) * D
     BITS += head * Sq * WORDS
-    INDEX += (head * nq + i) * nk
+    INDEX += (head * listed * nq + i) * width
     q, dout = (
         load_rows(Q + own, tile * M, N * D, Sq, M, D, True),
         load_rows(DOUT + own, tile * M, N * D, Sq, M, D, True),
@@ -170,11 +187,8 @@ def blocks_dq(
     delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
     dq = tl.zeros([M, D], tl.float32)
 
-    count = tl.load(COUNT + head * nq + i)
-    q_start = tl.load(Q_STARTS + i)
-    last = tl.load(INDEX + tl.maximum(count - 1, 0))
-    diagonal = ((count > 0) & (tl.load(K_STARTS + last) == q_start)).to(tl.int32)
-    for t in range(0, (count - diagonal) * (BLOCK // T)):
+    count = tl.load(COUNT + head * listed * nq + i)
+    for t in range(0, count * (BLOCK // T)):
         j = tl.load(INDEX + t // (BLOCK // T))
         first = j * BLOCK + (t % (BLOCK // T)) * T
         k = load_rows(K, first, H * D, Sk, T, D, False)
@@ -183,14 +197,25 @@ def blocks_dq(
         if HAS_BITS:
             seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)[:, None]
         dq = add_dq(q, dout, k, v, lse, delta, seen, dq, scale, HAS_BITS, PRECISION)
-    for t in range(0, diagonal * (BLOCK // T)):
-        k = load_rows(K, last * BLOCK + t * T, H * D, Sk, T, D, True)
-        v = load_rows(V, last * BLOCK + t * T, H * D, Sk, T, D, True)
-        seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
-        if HAS_BITS:
-            seen &= row_bits(BITS, rows, Sq, q_start // row_chunk, WORDS)[:, None]
-        dq = add_dq(q, dout, k, v, lse, delta, seen, dq, scale, True, PRECISION)
-    dq = dq * scale + load_rows(DQ + own, tile * M, N * D, Sq, M, D, True)
+    if HAS_COLUMNS:
+        K_COLUMNS += head * C * D
+        V_COLUMNS += head * C * D
+        for first in range(0, tl.load(VISIBLE + head * nq + i), T):
+            seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, first, T)
+            k = load_rows(K_COLUMNS, first, D, C, T, D, True)
+            v = load_rows(V_COLUMNS, first, D, C, T, D, True)
+            dq = add_dq(q, dout, k, v, lse, delta, seen[None, :], dq, scale, True, PRECISION)
+    if DIAGONAL:
+        for t in range(0, BLOCK // T):
+            k = load_rows(K, i * BLOCK + t * T, H * D, Sk, T, D, True)
+            v = load_rows(V, i * BLOCK + t * T, H * D, Sk, T, D, True)
+            seen = (rows - i * BLOCK)[:, None] >= (t * T + tl.arange(0, T))[None, :]
+            if HAS_BITS:
+                seen &= row_bits(BITS, rows, Sq, tl.load(K_STARTS + i) // row_chunk, WORDS)[:, None]
+            dq = add_dq(q, dout, k, v, lse, delta, seen, dq, scale, True, PRECISION)
+    dq *= scale
+    if CARRY:
+        dq += load_rows(DQ_IN + own, tile * M, N * D, Sq, M, D, True)
     store_rows(DQ + own, tile * M, N * D, Sq, dq, M, D)
 
 
@@ -207,10 +232,10 @@ def add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, MASK: tl.constexpr, 
 
 
 @triton.jit
-def blocks_dkv(
-    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, Q_STARTS, K_STARTS, BITS, DK, DV,
-    scale, N, H, Sq, Sk, nq, nk, row_chunk, WORDS,
-    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+def dkv_kernel(
+    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, K_STARTS, BITS, DK, DV,
+    scale, N, H, Sq, Sk, nk, width, listed, row_chunk, WORDS,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, G: tl.constexpr, DIAGONAL: tl.constexpr,
     EVEN: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = nk * (BLOCK // T)
@@ -220,29 +245,28 @@ def blocks_dkv(
     keys = tile * T + tl.arange(0, T)
     own = b * Sk * H * D + h * D
     k, v = load_rows(K + own, tile * T, H * D, Sk, T, D, True), load_rows(V + own, tile * T, H * D, Sk, T, D, True)
-    k_start = tl.load(K_STARTS + j)
+    chunk = tl.load(K_STARTS + j) // row_chunk
     dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
     for g in range(0, G):
         n = h * G + g
         head = b * N + n
         shard = b * Sq * N * D + n * D
-        listed = INDEX + (head * nk + j) * nq
-        count = tl.load(COUNT + head * nk + j)
-        first = tl.load(listed)
-        diagonal = ((count > 0) & (tl.load(Q_STARTS + first) == k_start)).to(tl.int32)
-        for t in range(0, diagonal * (BLOCK // M)):
-            begin = first * BLOCK + t * M
-            rows = begin + tl.arange(0, M)
-            q = load_rows(Q + shard, begin, N * D, Sq, M, D, True)
-            dout = load_rows(DOUT + shard, begin, N * D, Sq, M, D, True)
-            lse = load_lse(LSE + head * Sq, rows, Sq)
-            delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
-            seen = (t * M + tl.arange(0, M))[None, :] >= (keys - j * BLOCK)[:, None]
-            if HAS_BITS:
-                seen &= row_bits(BITS + head * Sq * WORDS, rows, Sq, k_start // row_chunk, WORDS)[None, :]
-            dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, True, PRECISION)
-        for t in range(diagonal * (BLOCK // M), count * (BLOCK // M)):
-            begin = tl.load(listed + t // (BLOCK // M)) * BLOCK + (t % (BLOCK // M)) * M
+        if DIAGONAL:
+            for t in range(0, BLOCK // M):
+                begin = j * BLOCK + t * M
+                rows = begin + tl.arange(0, M)
+                q = load_rows(Q + shard, begin, N * D, Sq, M, D, True)
+                dout = load_rows(DOUT + shard, begin, N * D, Sq, M, D, True)
+                lse = load_lse(LSE + head * Sq, rows, Sq)
+                delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
+                seen = rows[None, :] >= keys[:, None]
+                if HAS_BITS:
+                    seen &= row_bits(BITS + head * Sq * WORDS, rows, Sq, chunk, WORDS)[None, :]
+                dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, True, PRECISION)
+        count = tl.load(COUNT + head * listed * nk + j)
+        for t in range(0, count * (BLOCK // M)):
+            block = tl.load(INDEX + (head * listed * nk + j) * width + t // (BLOCK // M))
+            begin = block * BLOCK + (t % (BLOCK // M)) * M
             rows = begin + tl.arange(0, M)
             q = load_rows(Q + shard, begin, N * D, Sq, M, D, not EVEN)
             dout = load_rows(DOUT + shard, begin, N * D, Sq, M, D, not EVEN)
@@ -250,9 +274,64 @@ def blocks_dkv(
             delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
             seen = tl.full([1, M], 1, tl.int1)
             if HAS_BITS:
-                seen = row_bits(BITS + head * Sq * WORDS, rows, Sq, k_start // row_chunk, WORDS)[None, :]
+                seen = row_bits(BITS + head * Sq * WORDS, rows, Sq, chunk, WORDS)[None, :]
             dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, HAS_BITS, PRECISION)
-    dk = dk * scale + load_rows(DK + own, tile * T, H * D, Sk, T, D, True)
-    dv = dv + load_rows(DV + own, tile * T, H * D, Sk, T, D, True)
-    store_rows(DK + own, tile * T, H * D, Sk, dk, T, D)
+    store_rows(DK + own, tile * T, H * D, Sk, dk * scale, T, D)
     store_rows(DV + own, tile * T, H * D, Sk, dv, T, D)
+
+
+@triton.jit
+def columns_dkv_kernel(
+    Q, K, V, DOUT, LSE, DELTA, SEEN, FIRST, DK, DV,
+    scale, N, Sq, C, nq, SEEN_WORDS, heads,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (split, head, tile): a tile of columns against every SPLIT-th query block; dk, dv [SPLIT, B, N, C, D]."""
+    tiles = SEEN_WORDS * 32 // T
+    split = (tl.program_id(0) // (tiles * heads)).to(tl.int64)
+    head = (tl.program_id(0) // tiles % heads).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    b, n = head // N, head % N
+    k, v = (
+        load_rows(K + head * C * D, tile * T, D, C, T, D, True),
+        load_rows(V + head * C * D, tile * T, D, C, T, D, True),
+    )
+    Q += b * Sq * N * D + n * D
+    DOUT += b * Sq * N * D + n * D
+    dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
+    begin = tl.load(FIRST + head * tiles + tile) + split.to(tl.int32)
+    steps = tl.maximum(tl.cdiv(nq - begin, SPLIT), 0) * (BLOCK // M)
+    for t in range(0, steps):
+        i = begin + t // (BLOCK // M) * SPLIT
+        row = i * BLOCK + (t % (BLOCK // M)) * M
+        rows = row + tl.arange(0, M)
+        seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, tile * T, T)
+        q = load_rows(Q, row, N * D, Sq, M, D, not EVEN)
+        dout = load_rows(DOUT, row, N * D, Sq, M, D, not EVEN)
+        lse = load_lse(LSE + head * Sq, rows, Sq)
+        delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
+        dk, dv = add_dkv(q, dout, k, v, lse, delta, seen[:, None], dk, dv, scale, True, PRECISION)
+    out = (split * heads + head) * C * D
+    store_rows(DK + out, tile * T, D, C, dk * scale, T, D)
+    store_rows(DV + out, tile * T, D, C, dv, T, D)
+
+
+@triton.jit
+def row_dot_kernel(A, B, OUT, S, N, M: tl.constexpr, D: tl.constexpr):
+    tiles = tl.cdiv(S, M)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    own = head // N * S * N * D + head % N * D
+    a = load_rows(A + own, tile * M, N * D, S, M, D, True).to(tl.float32)
+    b = load_rows(B + own, tile * M, N * D, S, M, D, True).to(tl.float32)
+    rows = tile * M + tl.arange(0, M)
+    tl.store(OUT + head * S + rows, tl.sum(a * b, 1), mask=rows < S)
+
+
+def row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """fp32 [B, N, S]: sum over D of a * b, both [B, S, N, D] and contiguous, D a power of two."""
+    batch, length, heads, dim = a.shape
+    out = torch.empty(batch, heads, length, device=a.device)
+    row_dot_kernel[(batch * heads * triton.cdiv(length, 64),)](a, b, out, length, heads, M=64, D=dim)
+    return out

@@ -5,4 +5,4 @@ from mtraining_nns.ops.index import DistanceIndex
 
 def build(q, k, place, config, scale) -> DistanceIndex:
     """Keep all; q, k only tell the batch, heads and device."""
-    return DistanceIndex.dense(q.shape[0], q.shape[2], place.layout.global_blocks, place.layout.block, q.device)
+    return DistanceIndex.keep_all(q.shape[0], q.shape[2], place.layout.global_blocks, place.layout.block, q.device)

@@ -1,31 +1,37 @@
-"""Time of the attention kernels on the standard pattern, one aligned row a case.
+"""Time of sparse attention, one aligned row a case and backend.
 
-    python tests/bench/attention.py                         S = 131072, 16/2 heads, d 128
-    python tests/bench/attention.py --seq 32768 --heads 9 --kv-heads 3 --dim 64
-    python tests/bench/attention.py --sweep                 tile sizes, to choose the table in ops/kernels/triton.py
+    python tests/bench/attention.py                    the standard pattern: S = 131072, 16/2 heads, d 128
+    python tests/bench/attention.py --grid             lengths, heads, head dims and densities
+    python tests/bench/attention.py --ring             local shapes of a ring: 16K queries against 16K keys
+    python tests/bench/attention.py --short            8K and 16K, all densities, against the dense operator
+    python tests/bench/attention.py --sweep            tile sizes, to choose the table in ops/kernels/triton.py
 
-TFLOP/s count 4 * D * kept pairs forward and 2.5 times that backward. Times are medians of CUDA events. The index is
-given; its cost, estimate and lists apart, stands in rows of its own.
+Forward and backward are the operator's own passes with the index given: block lists, the gathering of columns and
+every cast are inside. Index is what comes before: the estimate and its budgets. TFLOP/s count 4 * D * kept pairs forward
+and 2.5 times that backward; `dense` is FlashAttention-4's causal attention in the same run, `limit` the same kept
+pairs at its rate. Times are medians of CUDA events. Errors are RMS ratios against fp64 over sampled rows and keys.
 """
 
 import argparse
 import itertools
+from dataclasses import dataclass
 
 import torch
 import triton.testing
-from standard_pattern import slash_block_mask, standard_pattern
+from standard_pattern import standard_pattern
 
 from mtraining_nns.ops import kernels
-from mtraining_nns.ops.attention import Call, _backward, _forward
+from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import ColumnIndex, DistanceIndex
-from mtraining_nns.ops.kernels import Tape
+from mtraining_nns.ops.kernels import Keys, Tape
 from mtraining_nns.ops.kernels import triton as triton_kernels
 from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.lists import block_lists
 from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
-from mtraining_nns.ops.store import IndexStore
 
+BLOCK = 128
 SHAPES = {  # query rows, key rows
     "forward": [(128, 128), (128, 64), (64, 64), (128, 32)],
     "dq": [(128, 128), (128, 64), (64, 64), (128, 32)],
@@ -33,119 +39,244 @@ SHAPES = {  # query rows, key rows
 }
 
 
-def standard_index(seq_len: int, heads: int, block: int, device) -> DistanceIndex:
-    """The standard pattern as the index that the operator would build."""
-    position, offsets = standard_pattern(seq_len, heads)
-    # block diagonals do not depend on the row, so the last block row shows them all
-    blocks = seq_len // block
+@dataclass(frozen=True)
+class Shape:
+    seq_len: int = 131072
+    heads: int = 16
+    kv_heads: int = 2
+    dim: int = 128
+
+    def __str__(self):
+        return f"S {self.seq_len:7d}  {self.heads:2d}/{self.kv_heads}  d {self.dim:3d}"
+
+    def inputs(self):
+        g = torch.Generator("cuda").manual_seed(0)
+        make = lambda n: torch.randn(1, self.seq_len, n, self.dim, device="cuda", dtype=torch.bfloat16, generator=g)  # noqa: E731
+        return make(self.heads), make(self.kv_heads), make(self.kv_heads), make(self.heads)
+
+
+def standard_index(seq_len: int, heads: int, density: float | None = None) -> DistanceIndex:
+    """The standard pattern, or one of the same kind that keeps about `density` of the causal pairs."""
+    settings = {} if density is None else of_density(seq_len, density)
+    position, offsets = standard_pattern(seq_len, heads, **settings)
+    blocks = seq_len // BLOCK
     hit = torch.zeros(1, heads, blocks, dtype=torch.bool)
     for head, kept in enumerate(offsets):
-        for edge in (kept // block, (kept + block - 1) // block):
+        for edge in (kept // BLOCK, (kept + BLOCK - 1) // BLOCK):
             hit[0, head, edge[edge < blocks]] = True
-    assert seq_len > 8192 or torch.equal(hit[0].flip(-1), slash_block_mask(offsets, seq_len, block)[:, -1])
-    position, count = (
-        position[None].to(device),
-        torch.full((1, heads), position.shape[1], dtype=torch.int32, device=device),
-    )
-    hit = hit.to(device)
+    hit, position = hit.cuda(), position[None].cuda()
+    count = torch.full((1, heads), position.shape[-1], dtype=torch.int32, device="cuda")
     return DistanceIndex(
-        hit=hit, block=block, columns=ColumnIndex(position=position, count=count, hit=hit, block=block)
+        hit=hit, block=BLOCK, columns=ColumnIndex(position=position, count=count, hit=hit, block=BLOCK)
     )
+
+
+def of_density(seq_len: int, density: float) -> dict[str, int]:
+    """Settings of the standard pattern: a sixth of the kept pairs in columns, a tenth in the local band."""
+    local = max(BLOCK, int(seq_len * density / 20) // BLOCK * BLOCK)
+    # a far band of 64 distances keeps two block diagonals, on average half as long as the sequence
+    clusters = max(1, round(seq_len / BLOCK * (density * 5 / 6 - 2 * local / seq_len) / 2))
+    return {"verticals": max(BLOCK, int(seq_len * density / 12)), "local": local, "clusters": clusters}
+
+
+def operator_of(backend: str, index: DistanceIndex | None = None, **config) -> Operator:
+    """The operator, with its index given unless None."""
+    operator = Operator(AttentionConfig(backend=backend, block=BLOCK, **config), Ring.single(), "cuda")
+    if index is not None:
+        operator._pattern = lambda layer, layout: type("Given", (), {"build": lambda *args: index})
+    return operator
 
 
 def median_ms(fn) -> float:
-    return triton.testing.do_bench(fn, warmup=100, rep=400, return_mode="median")
+    return triton.testing.do_bench(fn, warmup=50, rep=300, return_mode="median")
 
 
-def prepared(index: DistanceIndex, call: Call):
-    """The call with its block lists built once, so that only kernels are timed."""
-    lists = index.blocks(call.q_starts, call.q_starts)
-    transposed = lists.transpose()
+def passes_ms(operator, inputs) -> tuple[float, float]:
+    """Forward and backward."""
+    *tensors, dout = inputs
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = operator(*leaves)
+    backward = median_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    with torch.no_grad():
+        return median_ms(lambda: operator(*leaves)), backward
 
-    class Given:
-        columns = index.columns
-        hit = index.hit
 
-        @staticmethod
-        def blocks(q_starts, k_starts):
-            return lists
+def flash_attention_4(q, k, v):
+    from flash_attn.cute import flash_attn_func
 
-    object.__setattr__(lists, "transpose", lambda: transposed)
-    return Call(Given, call.place, call.kernels, call.scale, call.store, None)
+    out = flash_attn_func(q, k, v, causal=True)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def backends() -> list[str]:
+    work, here = kernels.Work(block=BLOCK), kernels.Device.here("cuda")
+    return [name for name in ("triton", "cute") if not kernels.backends.FAULTS[name](here, work)]
+
+
+def errors(operator, inputs, index: DistanceIndex, samples: int = 12) -> str:
+    """RMS ratios of out, dq, dk and dv over sampled rows and keys of the first and the last head's group."""
+    q, k, v, dout = (x.detach() for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = operator(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    length, heads, group = q.shape[1], q.shape[2], q.shape[2] // k.shape[2]
+    rows = torch.randint(length, (samples,), generator=torch.Generator().manual_seed(1)).tolist() + [0, length - 1]
+    pairs = [[], [], [], []]
+    everything = torch.arange(length, device="cuda")
+    scale = q.shape[3] ** -0.5
+
+    def row(n, r):
+        seen = index.hit[0, n, (r // BLOCK - everything // BLOCK).clamp_min(0)]
+        seen[index.columns.position[0, n].long()] = True
+        seen &= everything <= r
+        kn, vn = k[0, seen, n // group].double(), v[0, seen, n // group].double()
+        weights = (kn @ q[0, r, n].double() * scale).softmax(0)
+        direct = weights @ vn
+        dscores = weights * (vn @ dout[0, r, n].double() - direct @ dout[0, r, n].double()) * scale
+        return direct, dscores @ kn
+
+    for n in (0, heads - 1):
+        for r in rows:
+            for pair, ours, theirs in zip(pairs, (out, grads[0]), row(n, r)):
+                pair.append((ours[0, r, n].double(), theirs))
+    del pairs[2:]
+    ratios = []
+    for pair in pairs:
+        ours, theirs = (torch.stack(x) for x in zip(*pair))
+        ratios.append(((ours - theirs).norm() / theirs.norm()).item())
+    return " ".join(f"{x:.1e}" for x in ratios)
+
+
+def report(shape: Shape, index: DistanceIndex, label: str = "") -> None:
+    """The rows of one shape and pattern."""
+    inputs = shape.inputs()
+    density = index.density(shape.seq_len).item()
+    pairs = density * shape.heads * shape.seq_len * (shape.seq_len + 1) / 2
+    flop = 4 * shape.dim * pairs / 1e9
+    dense = passes_ms(flash_attention_4, inputs) if "cute" in backends() else (float("nan"),) * 2
+    limit = [ms * density for ms in dense]
+    name = f"{shape}  {density:6.2%} {label}"
+    print(f"{name}  dense    {dense[0]:8.3f} {dense[1]:8.3f}  limit {limit[0]:7.3f} {limit[1]:7.3f}", flush=True)
+    for backend in backends():
+        operator = operator_of(backend, index)
+        ms = passes_ms(operator, inputs)
+        rates = f"{flop / ms[0]:5.0f} {2.5 * flop / ms[1]:5.0f} TFLOP/s"
+        share = sum(ms) / sum(limit)
+        print(
+            f"{name}  {backend:8s} {ms[0]:8.3f} {ms[1]:8.3f}  {rates}  {share:5.2f} x limit"
+            f"  1/{sum(dense) / sum(ms):5.1f} of dense  error {errors(operator, inputs, index)}",
+            flush=True,
+        )
+
+
+def standard() -> None:
+    shape = Shape()
+    report(shape, standard_index(shape.seq_len, shape.heads))
+    index_cost(shape)
+
+
+def index_cost(shape: Shape) -> None:
+    """Estimate with budgets, and the lists of both passes."""
+    q, k, *_ = shape.inputs()
+    index = standard_index(shape.seq_len, shape.heads)
+    place, config = Place(Layout(seq_len=shape.seq_len, block=BLOCK), Ring.single()), AttentionConfig()
+    starts = place.layout.block_starts(0, "cuda")
+    rows = {
+        "estimate, top-p": lambda: vertical_slash.build(q, k, place, config, shape.dim**-0.5),
+        "lists forward": lambda: block_lists(index, starts, starts, diagonal=True, both=False),
+        "lists backward": lambda: block_lists(index, starts, starts, diagonal=True, both=True),
+    }
+    for name, run in rows.items():
+        print(f"{shape}  {name:24s}{median_ms(run):8.3f} ms", flush=True)
+
+
+def grid() -> None:
+    many = [(16, 2, 128), (28, 4, 128), (32, 8, 128), (32, 8, 64), (9, 3, 64)]
+    for seq_len, (heads, kv_heads, dim) in itertools.product((8192, 32768, 131072, 262144), many):
+        for density in (0.02, 0.05, 0.1, 0.25) if (heads, dim) == (16, 128) else (0.05,):
+            report(Shape(seq_len, heads, kv_heads, dim), standard_index(seq_len, heads, density))
+
+
+def ring() -> None:
+    """One hop of a striped ring of 8 over 128K: 16K queries against 16K keys of another rank."""
+    for shape in (Shape(), Shape(131072, 32, 8, 128)):
+        layout = Layout(seq_len=shape.seq_len, world=8, block=BLOCK)
+        index = standard_index(shape.seq_len, shape.heads)
+        q, k, v, dout = (x[:, : layout.local_len].contiguous() for x in shape.inputs())
+        starts = [layout.block_starts(rank, "cuda") for rank in (3, 1)]
+        pairs = block_lists(index, *starts, diagonal=False, both=False).by_query.count.sum().item() * BLOCK**2
+        flop = 4 * shape.dim * pairs / 1e9
+        for backend in backends():
+            module = kernels.load(backend)
+
+            def keys(both):
+                return Keys(k, v, block_lists(index, *starts, diagonal=False, both=both))
+
+            out, lse = module.forward(q, keys(False), scale=shape.dim**-0.5, out_dtype=q.dtype)
+            tape = Tape(dout, out, lse, shape.dim**-0.5)
+            carry, dq = (out.float(), lse), torch.zeros(q.shape, device="cuda")
+            ms = (
+                median_ms(lambda: module.forward(q, keys(False), scale=shape.dim**-0.5, carry=carry)),
+                median_ms(lambda: module.backward(q, keys(True), tape, carry=dq)),
+            )
+            rates = f"{flop / ms[0]:5.0f} {2.5 * flop / ms[1]:5.0f} TFLOP/s"
+            print(f"{shape}  hop 16K x 16K  {backend:8s} {ms[0]:8.3f} {ms[1]:8.3f}  {rates}", flush=True)
+
+
+def short() -> None:
+    """Sparse against the dense operator and FlashAttention-4 alone, index included."""
+    for seq_len, dim_heads in itertools.product((8192, 16384, 32768), ((16, 2, 128), (9, 3, 64))):
+        shape = Shape(seq_len, *dim_heads)
+        inputs = shape.inputs()
+        config = {"budget": "fixed"}
+        rows = {"FlashAttention-4": flash_attention_4, "dense operator": operator_of("auto", pattern="dense")}
+        for density in (0.05, 0.25, 0.5):
+            settings = of_density(seq_len, density)
+            kept = {
+                "k_v": settings["verticals"],
+                "k_s": settings["clusters"],
+                "local": settings["local"],
+                "cap": seq_len,
+            }
+            rows[f"sparse {density:.0%}"] = operator_of("auto", **config, **kept)
+        for name, run in rows.items():
+            ms = passes_ms(run, inputs)
+            print(f"{shape}  {name:20s} {ms[0]:8.3f} {ms[1]:8.3f}  sum {sum(ms):8.3f}", flush=True)
+
+
+def sweep(shape: Shape) -> None:
+    """Every tile size of one kernel with the others as they are; the whole pass is timed."""
+    inputs, index = shape.inputs(), standard_index(shape.seq_len, shape.heads)
+    operator = operator_of("triton", index)
+    for kernel, shapes in SHAPES.items():
+        best = triton_kernels.TILES[kernel, shape.dim]
+        results = []
+        for (rows_, keys), warps, stages in itertools.product(shapes, (4, 8), (2, 3)):
+            tiles = triton_kernels.Tiles(rows_, keys, warps, stages)
+            triton_kernels.TILES[kernel, shape.dim] = tiles
+            try:
+                ms = passes_ms(operator, inputs)[kernel != "forward"]
+            except Exception as error:  # noqa: BLE001  a tile size that does not fit the chip is a result, too
+                print(f"{kernel:8s}{tuple(tiles)!s:20s} {type(error).__name__}")
+                continue
+            results.append((ms, tiles))
+        triton_kernels.TILES[kernel, shape.dim] = min(results)[1] if results else best
+        for ms, tiles in sorted(results)[:6]:
+            print(f"{kernel:8s}{tuple(tiles)!s:24s}{ms:8.3f} ms", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq", type=int, default=131072)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--sweep", action="store_true")
+    for name in ("grid", "ring", "short", "sweep"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--dim", type=int, default=128, help="head dim of --sweep")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    make = lambda n: torch.randn(1, args.seq, n, args.dim, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    q, k, v, dout = make(args.heads), make(args.kv_heads), make(args.kv_heads), make(args.heads)
-    index = standard_index(args.seq, args.heads, args.block, "cuda")
-    place = Place(Layout(seq_len=args.seq, block=args.block), Ring.single())
-    call = Call(index, place, kernels.load("triton"), args.dim**-0.5, IndexStore(), None)
-    pairs = index.kept_pairs(call.q_starts, args.seq).item()
-    print(
-        f"S={args.seq} heads={args.heads}/{args.kv_heads} d={args.dim} block={args.block} "
-        f"density={index.density(args.seq).item():.4%} {torch.cuda.get_device_name()} torch {torch.__version__}"
-    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     if args.sweep:
-        sweep(q, k, v, dout, prepared(index, call), pairs)
-    else:
-        rows(q, k, v, dout, index, call, pairs)
-
-
-def tape_of(q, k, v, dout, call: Call) -> Tape:
-    out, lse = _forward(q, k, v, call)
-    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
-    return Tape(dout, lse, delta, call.scale)
-
-
-def report(name: str, ms: float, flop: float | None = None) -> None:
-    rate = "" if flop is None else f"{flop / ms / 1e9:9.0f} TFLOP/s"
-    print(f"{name:42s}{ms:9.3f} ms{rate}", flush=True)
-
-
-def rows(q, k, v, dout, index: DistanceIndex, call: Call, pairs: float) -> None:
-    flop = 4 * q.shape[3] * pairs
-    given = prepared(index, call)
-    tape = tape_of(q, k, v, dout, given)
-    report("forward, index given", median_ms(lambda: _forward(q, k, v, given)), flop)
-    report("backward, index given", median_ms(lambda: _backward(q, k, v, tape, given)), 2.5 * flop)
-    report("forward with lists", median_ms(lambda: _forward(q, k, v, call)))
-    report("backward with lists", median_ms(lambda: _backward(q, k, v, tape, call)))
-    config = AttentionConfig(block=index.block)
-    report("estimate, top-p", median_ms(lambda: vertical_slash.build(q, k, call.place, config, call.scale)))
-    report("block lists", median_ms(lambda: index.blocks(call.q_starts, call.q_starts)))
-
-
-def sweep(q, k, v, dout, call: Call, pairs: float) -> None:
-    """Every tile size of one kernel with the others as they are; the whole pass is timed."""
-    tape = tape_of(q, k, v, dout, call)
-    flop = 4 * q.shape[3] * pairs
-    for kernel, shapes in SHAPES.items():
-        best = triton_kernels.TILES[kernel, q.shape[3]]
-        results = []
-        for (rows_, keys), warps, stages in itertools.product(shapes, (4, 8), (2, 3)):
-            tiles = triton_kernels.Tiles(rows_, keys, warps, stages)
-            triton_kernels.TILES[kernel, q.shape[3]] = tiles
-            run = (lambda: _forward(q, k, v, call)) if kernel == "forward" else (lambda: _backward(q, k, v, tape, call))
-            try:
-                run()
-                torch.cuda.synchronize()
-                ms = triton.testing.do_bench(run, warmup=20, rep=60, return_mode="median")
-            except Exception as error:  # a tile size that does not fit the chip is a result, too
-                print(f"{kernel:8s}{tuple(tiles)!s:20s} {type(error).__name__}")
-                continue
-            results.append((ms, tiles))
-        triton_kernels.TILES[kernel, q.shape[3]] = min(results)[1] if results else best
-        for ms, tiles in sorted(results)[:6]:
-            report(f"{kernel:8s}{tuple(tiles)!s}", ms, flop * (1 if kernel == "forward" else 2.5))
+        sweep(Shape(131072, 9, 3, 64) if args.dim == 64 else Shape())
+    chosen = [run for run in (grid, ring, short) if getattr(args, run.__name__)]
+    for run in chosen or [] if args.sweep else chosen or [standard]:
+        run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Which kernel backend runs: a pure function of the device, the shape and what is installed.
+
+The model never depends on the answer: every backend computes the same attention over the same index. A backend is
+chosen only where its gradients were proven against the reference (tests/test_kernels_gpu.py); where it was not, the
+next one serves and the reason says so.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass, replace
+
+import torch
+
+KERNELS = {name: f"mtraining_nns.ops.kernels.{name}" for name in ("torch", "triton", "cute")}
+CUTE_VERSION = "4.0.0b36"  # of flash-attn-4: lists and compile keys changed between its builds
+CUTE_CAPABILITIES = (9,)  # Hopper; Blackwell's kernels are others and unproven
+CUTE_HEAD_DIMS = (64, 128)
+CUTE_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where kernels run: "cpu" or "cuda", the compute capability, and why a package cannot be used ("" if it can)."""
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    without_triton: str = ""
+    without_cute: str = ""
+
+    @classmethod
+    def here(cls, device_type: str) -> "Device":
+        """The device of this process."""
+        if device_type != "cuda":
+            return cls(type=device_type)
+        found = cls(type=device_type, capability=torch.cuda.get_device_capability(), without_triton=_triton_fault())
+        # importing flash-attn-4 takes seconds: only where it could serve
+        return replace(found, without_cute=_cute_fault()) if found.capability[0] in CUTE_CAPABILITIES else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a backend is asked for. head_dim, heads, kv_heads and dtype are None before the model is known."""
+
+    block: int
+    deterministic: bool = False
+    head_dim: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    dtype: torch.dtype | None = None
+
+
+def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]:
+    """(name, reason). Raises ValueError where the backend that was asked for, or every one, cannot do the work."""
+    if backend != "auto":
+        fault = FAULTS[backend](device, work)
+        if fault:
+            raise ValueError(f"attention.backend={backend} cannot run: {fault}; use attention.backend=auto")
+        return backend, "asked for"
+    if device.type != "cuda":
+        return "torch", f"the backend for {device.type} devices"
+    faults = {name: FAULTS[name](device, work) for name in ("cute", "triton")}
+    if not faults["cute"]:
+        return "cute", "the fastest on this device, FlashAttention-4"
+    if not faults["triton"]:
+        return "triton", f"portable; cute cannot: {faults['cute']}"
+    raise ValueError(f"no attention kernels for CUDA: triton: {faults['triton']}; cute: {faults['cute']}")
+
+
+def load(backend: str):
+    """The module of a backend by its name in KERNELS."""
+    return importlib.import_module(KERNELS[backend])
+
+
+def _torch(device: Device, work: Work) -> str:
+    if device.type == "cuda" and work.deterministic:
+        return "the torch backend is not deterministic on CUDA devices"
+    return ""
+
+
+def _triton(device: Device, work: Work) -> str:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, got {device.type}"
+    if device.without_triton:
+        return device.without_triton
+    if device.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, got {device.capability}"
+    if work.head_dim not in (None, 16, 32, 64, 128):
+        return f"it does head dims 16, 32, 64 and 128, got {work.head_dim}"
+    if work.block > 128 and work.block % 128:
+        return f"it needs attention.block of 16 to 128 or a multiple of 128, got {work.block}"
+    return ""
+
+
+def _cute(device: Device, work: Work) -> str:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, got {device.type}"
+    if device.capability[0] not in CUTE_CAPABILITIES:
+        return f"it is proven on compute capability 9.x only, got {device.capability}"
+    if device.without_cute:
+        return device.without_cute
+    if work.block != CUTE_BLOCK:
+        return f"it needs attention.block={CUTE_BLOCK}, got {work.block}"
+    if work.deterministic:
+        return "its backward pass adds in any order, attention.deterministic asks for one"
+    if work.head_dim not in (None, *CUTE_HEAD_DIMS):
+        return f"it is proven for head dims {' and '.join(map(str, CUTE_HEAD_DIMS))}, got {work.head_dim}"
+    if work.dtype not in (None, torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, got {work.dtype}"
+    return ""
+
+
+FAULTS = {"torch": _torch, "triton": _triton, "cute": _cute}
+
+
+def _triton_fault() -> str:
+    return "" if importlib.util.find_spec("triton") else "triton is not installed; pip install triton"
+
+
+@functools.cache
+def _cute_fault() -> str:
+    """Why flash-attn-4 cannot be used; a broken installation fails in many ways, not by ImportError alone."""
+    try:
+        found = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return f"flash-attn-4 is not installed; pip install flash-attn-4=={CUTE_VERSION}"
+    if found != CUTE_VERSION:
+        return f"it is proven with flash-attn-4 {CUTE_VERSION}, got {found}"
+    try:
+        load("cute")
+    except Exception as error:  # noqa: BLE001
+        return f"flash-attn-4 does not import: {type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,143 @@
+"""Sparse attention on FlashAttention-4 (package flash-attn-4, CuTe), for Hopper GPUs: one fused pass each way.
+
+FlashAttention-4 takes lists of blocks that are seen whole and of blocks that a mask function decides. Gathered columns
+become further key blocks in front of the keys, so that one softmax, one pass over the queries and one dQ serve both:
+
+    keys of a kv head     | columns of its query heads, tiles of 128 | its own keys, blocks of 128 |
+    seen whole            | tiles without a covered or later column  | listed blocks               |
+    decided by the mask   | the others: one bit a column             | the diagonal: causality     |
+
+Lists are as wide as they can get and their contents change freely: a compilation depends on dtype, head dim, heads a
+group and copies alone. Rounding: out and the gradients of one ring step are rounded once before they are summed in
+fp32. The backward pass adds into dQ in any order.
+"""
+
+import functools
+
+import cutlass
+import torch
+from cutlass import cute
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_attn.cute.utils import scalar_to_ssa
+
+from mtraining_nns.ops.index import COLUMN_TILE
+from mtraining_nns.ops.kernels import cute_lists
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined
+from mtraining_nns.ops.merge import Partial, merge
+
+BLOCK = 128
+QUERIES_PER_COPY = 256  # query blocks that one program of the backward pass takes of a column tile
+
+
+def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+    """Attention over the listed blocks and the columns, merged with `carry`."""
+    if _causal(keys):
+        how = {"causal": True}
+    else:
+        group = q.shape[2] // keys.k.shape[2]
+        lists = cute_lists.by_query(keys.blocks, _tiles(keys), group)
+        keys, how = _extended(keys, copies=1), _sparse(lists, keys, group, copies=1)
+    out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, **how)
+    part = merge(carry, Partial(out, lse))
+    return Partial(part.out.to(out_dtype or torch.float32), part.lse)
+
+
+def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+    """Gradients over the listed blocks and the columns."""
+    group, columns, first = q.shape[2] // keys.k.shape[2], None, 0
+    if _causal(keys):
+        extended, how = keys, {"causal": True}
+    else:
+        copies = _copies(keys)
+        lists = cute_lists.by_key(keys.blocks, _tiles(keys), group, copies)
+        extended, how = _extended(keys, copies), _sparse(lists, keys, group, copies)
+        first = extended.k.shape[1] - keys.k.shape[1]
+    dkv = torch.empty(2, *extended.k.shape, dtype=q.dtype, device=q.device)
+    dq, *_ = _flash_attn_bwd(
+        q, extended.k, extended.v, tape.out, tape.dout, tape.lse,
+        softmax_scale=tape.scale, dk=dkv[0], dv=dkv[1], **how,
+    )  # fmt: skip
+    if first:
+        columns = _column_grads(dkv[:, :, :first], keys, copies)
+    return Grads(joined(carry, dq, dq_dtype), dkv[:, :, first:], columns)
+
+
+def _causal(keys: Keys) -> bool:
+    """Everything up to the diagonal: no list needed."""
+    return keys.blocks.dense and keys.blocks.diagonal and keys.columns is None
+
+
+def _tiles(keys: Keys):
+    return None if keys.columns is None else keys.columns.tiles
+
+
+def _copies(keys: Keys) -> int:
+    """Programs that share a column tile's queries, a power of two; a tile sees thousands, a key block some dozens."""
+    if keys.columns is None:
+        return 1
+    return 1 << max(0, (len(keys.blocks.q_starts) // QUERIES_PER_COPY).bit_length() - 1)
+
+
+def _extended(keys: Keys, copies: int) -> Keys:
+    """The keys behind `copies` copies of each column tile, laid out as cute_lists says."""
+    if keys.columns is None:
+        return keys
+    batch, length, kv_heads, dim = keys.k.shape
+    kv = torch.nn.functional.pad(keys.columns.kv, (0, 0, 0, -keys.columns.kv.shape[3] % COLUMN_TILE))
+    # [2, B, N, C, D] -> [2, B, member, tile, copy, column, H, D]
+    tiles = kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 3, 4, 5, 2, 6)
+    tiles = tiles[:, :, :, :, None].expand(-1, -1, -1, -1, copies, -1, -1, -1)
+    first = tiles.shape[2] * tiles.shape[3] * copies * COLUMN_TILE
+    both = torch.empty(2, batch, first + length, kv_heads, dim, dtype=keys.k.dtype, device=keys.k.device)
+    both[:, :, :first].unflatten(2, tiles.shape[2:6]).copy_(tiles)
+    both[0, :, first:], both[1, :, first:] = keys.k, keys.v
+    return keys._replace(k=both[0], v=both[1])
+
+
+def _column_grads(grads, keys: Keys, copies: int):
+    """fp32 [2, B, N, C, D] from the columns' part of the extended keys."""
+    width, heads = keys.columns.kv.shape[3], keys.columns.kv.shape[2]
+    tiles = -(-width // COLUMN_TILE)
+    members = heads // grads.shape[3]
+    parts = grads.unflatten(2, (members, tiles, copies, COLUMN_TILE))
+    summed = parts.sum(4, dtype=torch.float32)  # [2, B, member, tile, column, H, D]
+    return summed.permute(0, 1, 5, 2, 3, 4, 6).flatten(4, 5).flatten(2, 3)[:, :, :, :width]
+
+
+def _sparse(lists: cute_lists.MaskFull, keys: Keys, group: int, copies: int) -> dict:
+    heads = keys.k.shape[0], keys.k.shape[2] * group
+    mask, full = ([x.expand(*heads, *x.shape[2:]) for x in some] for some in lists)
+    has_columns = keys.columns is not None
+    return {
+        "block_sparse_tensors": BlockSparseTensorsTorch(*mask, *full, block_size=(BLOCK, BLOCK)),
+        "mask_mod": _columns_and_diagonal(group, copies) if has_columns else _diagonal,
+        "aux_tensors": [keys.columns.tiles.bits] if has_columns else None,
+    }
+
+
+@cute.jit
+def _diagonal(batch, head, q_idx, kv_idx, seqlen_info, aux):
+    # both blocks start at the same token, so places inside the block compare as positions do
+    return scalar_to_ssa((q_idx[0] & 127) >= (kv_idx[0] & 127), cutlass.Boolean)
+
+
+@functools.cache
+def _columns_and_diagonal(group: int, copies: int):
+    """The mask function of extended keys; aux[0] holds the column bits, int32 [B, N, nq, words]."""
+    shift = copies.bit_length() - 1
+
+    @cute.jit
+    def mask(batch, head, q_idx, kv_idx, seqlen_info, aux):
+        bits, q, kv = aux[0], q_idx[0], kv_idx[0]
+        member_words = bits.shape[3] << shift
+        word = kv >> 5
+        is_column = word < group * member_words
+        word = word - head[0] % group * member_words
+        word = ((word >> (2 + shift)) << 2) | (word & 3)  # the copies of a tile share its bits
+        word = word if is_column else 0
+        seen = ((bits[batch[0], head[0], q >> 7, word] >> (kv & 31)) & 1) != 0
+        causal = (q & 127) >= (kv & 127)
+        return scalar_to_ssa(seen if is_column else causal, cutlass.Boolean)
+
+    return mask

@@ -1,0 +1,94 @@
+"""Which backend is chosen, for every device and shape; nothing runs here."""
+
+import importlib.metadata
+import re
+
+import pytest
+import torch
+
+from mtraining_nns.ops import kernels
+from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.kernels import Device, Work, backends, choose
+
+CPU, H200 = Device(type="cpu"), Device(type="cuda", capability=(9, 0))
+A100 = Device(type="cuda", capability=(8, 0))
+QWEN = {"head_dim": 128, "heads": 16, "kv_heads": 2, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "device,work,expected",
+    [
+        (CPU, Work(block=128), ("torch", "the backend for cpu devices")),
+        (H200, Work(block=128), ("cute", "the fastest on this device")),
+        (H200, Work(block=128, **QWEN), ("cute", "the fastest on this device")),
+        (H200, Work(block=64, **QWEN), ("triton", "cute cannot: it needs attention.block=128, got 64")),
+        (H200, Work(block=128, deterministic=True), ("triton", "attention.deterministic")),
+        (H200, Work(block=128, **QWEN | {"head_dim": 32}), ("triton", "proven for head dims 64 and 128, got 32")),
+        (H200, Work(block=128, **QWEN | {"dtype": torch.float32}), ("triton", "got torch.float32")),
+        (A100, Work(block=128, **QWEN), ("triton", r"compute capability 9.x only, got \(8, 0\)")),
+        (Device(type="cuda", capability=(10, 0)), Work(block=128), ("triton", r"got \(10, 0\)")),
+        (Device(type="cuda", capability=(9, 0), without_cute="no FA4"), Work(block=128), ("triton", "no FA4")),
+    ],
+)
+def test_auto(device, work, expected):
+    name, reason = choose(device, work)
+    assert name == expected[0]
+    assert re.search(expected[1], reason), reason
+
+
+@pytest.mark.parametrize(
+    "device,work,backend,message",
+    [
+        (CPU, Work(block=128), "triton", "backend=triton cannot run: it needs a CUDA device, got cpu; use .*auto"),
+        (CPU, Work(block=128), "cute", "backend=cute cannot run: it needs a CUDA device"),
+        (H200, Work(block=64), "cute", "needs attention.block=128, got 64"),
+        (H200, Work(block=128, deterministic=True), "cute", "attention.deterministic"),
+        (H200, Work(block=128, deterministic=True), "torch", "not deterministic on CUDA"),
+        (H200, Work(block=192), "triton", "block of 16 to 128 or a multiple of 128, got 192"),
+        (A100, Work(block=64, **QWEN | {"head_dim": 80}), "auto", "no attention kernels.*16, 32, 64 and 128, got 80"),
+        (Device(type="cuda", capability=(7, 5)), Work(block=128), "auto", "compute capability 8.0 or newer"),
+    ],
+)
+def test_what_cannot_run_is_refused(device, work, backend, message):
+    with pytest.raises(ValueError, match=message):
+        choose(device, work, backend)
+
+
+def test_what_is_asked_for_runs():
+    assert choose(H200, Work(block=128), "torch") == ("torch", "asked for")
+    assert choose(H200, Work(block=128), "triton") == ("triton", "asked for")
+    assert set(kernels.KERNELS) == set(backends.FAULTS)
+
+
+def test_every_backend_of_the_config_is_known():
+    for backend in kernels.KERNELS:
+        AttentionConfig(backend=backend)
+
+
+@pytest.mark.parametrize(
+    "version,message", [(None, "not installed; pip install flash-attn-4==4"), ("4.0.0b1", "got 4.0.0b1")]
+)
+def test_another_flash_attention_is_not_used(monkeypatch, version, message):
+    def found(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    assert message in backends._cute_fault.__wrapped__()
+
+
+def test_a_broken_flash_attention_is_a_reason_not_a_crash(monkeypatch):
+    """A wrong nvidia-cutlass-dsl fails with an AttributeError at import."""
+
+    def broken(name):
+        raise AttributeError("module 'cutlass' has no attribute 'cute'")
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: backends.CUTE_VERSION)
+    monkeypatch.setattr(backends, "load", broken)
+    assert "does not import: AttributeError" in backends._cute_fault.__wrapped__()
+
+
+def test_a_backend_module_hides_no_library():
+    kernels.load("torch")
+    assert backends.torch is torch
