@@ -22,14 +22,16 @@ from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import DistanceIndex
-from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
+from mtraining_nns.ops.kernels import GatheredColumns, Grads, Keys, Tape
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
+from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, dense, vertical_slash
 from mtraining_nns.ops.ring import Exchange, Ring
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash}
+WORKSPACE_BYTES = 1 << 30  # lists and workspaces of the heads that are treated at once
 
 
 class Operator:
@@ -139,18 +141,56 @@ class Call:
     store: IndexStore
     token: int | None
 
-    def keys(self, kv, source: int, columns: GatheredColumns | None, *, both: bool) -> Keys:
-        """The keys of a source rank and what this rank's queries keep of them."""
-        layout, ring = self.place
-        starts = [layout.block_starts(rank, self.index.hit.device) for rank in (ring.rank, source)]
-        return Keys(*kv, block_lists(self.index, *starts, diagonal=source == ring.rank, both=both), columns)
-
     def gather_columns(self, k, v) -> GatheredColumns | None:
         if self.index.columns is None:
             return None
-        starts = self.place.layout.block_starts(self.place.ring.rank, k.device)
         kv = Columns(self.index.columns, *self.place).gather(k, v)
-        return GatheredColumns(kv, column_tiles(self.index.columns, starts))
+        return GatheredColumns(kv, column_tiles(self.index.columns, self._starts(self.place.ring.rank)))
+
+    def forward(self, q, kv, source: int, columns, carry: Partial | None, dtype) -> Partial:
+        """Attention to the keys of a source rank and, unless None, the columns."""
+        parts = []
+        for heads, kv_heads in self._chunks(q, kv[0], columns):
+            keys = self._keys(kv, source, columns, heads, kv_heads, both=False)
+            carried = carry and Partial(carry.out[:, :, heads], carry.lse[:, heads])
+            parts.append(self.kernels.forward(q[:, :, heads], keys, scale=self.scale, carry=carried, out_dtype=dtype))
+        out, lse = zip(*parts)
+        return Partial(_joined(out, 2), _joined(lse, 1))
+
+    def backward(self, q, kv, source: int, columns, tape: Tape, carry, dtype) -> Grads:
+        """Gradients over the same keys."""
+        parts = []
+        for heads, kv_heads in self._chunks(q, kv[0], columns):
+            keys = self._keys(kv, source, columns, heads, kv_heads, both=True)
+            carried = None if carry is None else carry[:, :, heads]
+            part = self.kernels.backward(q[:, :, heads], keys, tape.heads(heads), carry=carried, dq_dtype=dtype)
+            parts.append(part)
+        dq, dkv, found = zip(*parts)
+        return Grads(_joined(dq, 2), _joined(dkv, 3), None if columns is None else _joined(found, 2))
+
+    def _keys(self, kv, source: int, columns, heads: slice, kv_heads: slice, *, both: bool) -> Keys:
+        starts = self._starts(self.place.ring.rank), self._starts(source)
+        diagonal = source == self.place.ring.rank
+        blocks = block_lists(self.index.heads(heads), *starts, diagonal=diagonal, both=both)
+        k, v = (x[:, :, kv_heads] for x in kv)
+        return Keys(k, v, blocks, columns and columns.heads(heads))
+
+    def _starts(self, rank: int) -> torch.Tensor:
+        return self.place.layout.block_starts(rank, self.index.hit.device)
+
+    def _chunks(self, q, k, columns):
+        """(query heads, key heads) that are treated at once, so that lists and workspaces stay small."""
+        kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+        width = 0 if columns is None else columns.kv.shape[3]
+        each = 0 if self.index.dense else self.kernels.workspace_bytes(q, k, self.index.block, width)
+        step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
+        for first in range(0, kv_heads, step):
+            last = min(first + step, kv_heads)
+            yield slice(first * group, last * group), slice(first, last)
+
+
+def _joined(parts, dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class _SparseRing(torch.autograd.Function):
@@ -183,9 +223,8 @@ def _forward(q, k, v, call: Call):
     columns = call.gather_columns(k, v)
     for step, kv in _circulate(k, v, ring):
         last = step == ring.world - 1
-        keys = call.keys(kv, ring.source(step), columns if last else None, both=False)
         dtype = q.dtype if last else torch.float32
-        carry = call.kernels.forward(q, keys, scale=call.scale, carry=carry, out_dtype=dtype)
+        carry = call.forward(q, kv, ring.source(step), columns if last else None, carry, dtype)
     return carry
 
 
@@ -197,9 +236,8 @@ def _backward(q, k, v, tape: Tape, call: Call):
     arriving = torch.empty(2, *k.shape, device=k.device) if ring.world > 1 else None
     for step, kv in _circulate(k, v, ring):
         last = step == ring.world - 1
-        keys = call.keys(kv, ring.source(step), columns if last else None, both=True)
         dtype = q.dtype if last else torch.float32
-        dq, dkv, found = call.kernels.backward(q, keys, tape, carry=dq, dq_dtype=dtype)
+        dq, dkv, found = call.backward(q, kv, ring.source(step), columns if last else None, tape, dq, dtype)
         if ring.world > 1:
             dkv = dkv.float()
             if step > 0:  # what the ranks before this one found for the same keys

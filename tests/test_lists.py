@@ -112,7 +112,7 @@ def on(columns: ColumnIndex, device) -> ColumnIndex:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("block", "chunk"), [(16, 4), (128, 1024)])
+@pytest.mark.parametrize(("block", "chunk"), [(16, 4), (128, 512)])
 def test_blocks_of_every_ring_step(device, kind, world, block, chunk, monkeypatch):
     """Walked in several chunks and in one."""
     monkeypatch.setattr(triton_lists, "CHUNK", chunk)
@@ -246,7 +246,7 @@ def check_cute(blocks: BlockIndex, tiles, mask, *, group, copies) -> None:
 
 @pytest.mark.parametrize(("group", "copies"), [(1, 1), (1, 4), (3, 2), (3, 4)])
 @pytest.mark.parametrize("diagonal", [True, False])
-@pytest.mark.parametrize(("batch", "nq", "count", "chunk"), [(2, 1, 1, 1024), (2, 3, 3, 1024), (1, 7, 2, 2)])
+@pytest.mark.parametrize(("batch", "nq", "count", "chunk"), [(2, 1, 1, 512), (2, 3, 3, 512), (1, 7, 2, 2)])
 def test_cute_lists(device, group, copies, diagonal, batch, nq, count, chunk, monkeypatch):
     monkeypatch.setattr(triton_lists, "CHUNK", chunk)
     starts = torch.arange(0, nq * 128, 128).int()

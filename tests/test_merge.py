@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import make_qkv, rms_ratio
 
+from mtraining_nns.ops.kernels import triton_blocks
 from mtraining_nns.ops.merge import Partial, merge
 from mtraining_nns.ops.reference import causal_mask, masked_attention
 
@@ -83,3 +84,20 @@ def test_parts_of_the_keys_merge_to_the_whole():
 def test_results_are_fp32():
     merged = merge(part(0, dtype=torch.bfloat16), part(1, dtype=torch.bfloat16))
     assert merged.out.dtype == merged.lse.dtype == torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_does_the_same(dtype):
+    a, b = part(0), part(1, shift=2.0, dtype=dtype)
+    a.lse[:, :, ::3], a.out[:, ::3] = -torch.inf, 0
+    b.lse[:, :, ::2], b.out[:, ::2] = -torch.inf, 0
+    expected, got = merge(a, b), triton_blocks.merge(a, b, torch.float32)
+    assert rms_ratio(got.out, expected.out) < 1e-6
+    none = expected.lse == -torch.inf
+    assert none.any() and torch.equal(got.lse == -torch.inf, none) and not got.out[none.transpose(1, 2)].any()
+    assert rms_ratio(got.lse[~none], expected.lse[~none]) < 1e-6
+    for one, other in ((a, nothing()), (nothing(), a)):
+        alone = triton_blocks.merge(one, other, torch.float32)
+        assert torch.equal(alone.out, a.out) and torch.equal(alone.lse, a.lse)
+    assert triton_blocks.merge(a, b, torch.float16).out.dtype == torch.float16

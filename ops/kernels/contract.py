@@ -16,6 +16,10 @@ class GatheredColumns(NamedTuple):
     kv: Tensor
     tiles: ColumnTiles
 
+    def heads(self, chosen: slice) -> "GatheredColumns":
+        """The columns of some query heads."""
+        return GatheredColumns(self.kv[:, :, chosen], ColumnTiles(*(x[:, chosen] for x in self.tiles)))
+
 
 class Keys(NamedTuple):
     """What the queries attend to at once: kept blocks of one rank's keys and, at one ring step, the columns."""
@@ -44,8 +48,14 @@ class Tape:
         if self.out.is_cuda and self.out.shape[-1].bit_count() == 1:
             from mtraining_nns.ops.kernels.triton_blocks import row_dot
 
-            return row_dot(self.dout, self.out)
+            return row_dot(self.dout.contiguous(), self.out.contiguous())
         return (self.dout.float() * self.out.float()).sum(-1).transpose(1, 2).contiguous()
+
+    def heads(self, chosen: slice) -> "Tape":
+        """The tape of some query heads."""
+        if chosen == slice(0, self.lse.shape[1]):
+            return self
+        return Tape(self.dout[:, :, chosen], self.out[:, :, chosen], self.lse[:, chosen].contiguous(), self.scale)
 
 
 class Grads(NamedTuple):
@@ -60,3 +70,9 @@ def joined(carry: Tensor | None, dq: Tensor, dtype: torch.dtype | None) -> Tenso
     """carry + dq in fp32, then in the wanted dtype, fp32 by default."""
     total = dq if carry is None else carry + dq
     return total.to(dtype or torch.float32)
+
+
+def list_bytes(q: Tensor, k: Tensor, block: int) -> int:
+    """Most bytes of both block lists of one key head and its query heads, int32 entries."""
+    pairs = -(-q.shape[1] // block) * -(-k.shape[1] // block)
+    return 2 * 4 * q.shape[0] * (q.shape[2] // k.shape[2]) * pairs

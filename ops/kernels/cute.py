@@ -22,9 +22,9 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_attn.cute.utils import scalar_to_ssa
 
 from mtraining_nns.ops.index import COLUMN_TILE
-from mtraining_nns.ops.kernels import cute_lists
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined
-from mtraining_nns.ops.merge import Partial, merge
+from mtraining_nns.ops.kernels import cute_lists, triton_blocks
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
+from mtraining_nns.ops.merge import Partial
 
 BLOCK = 128
 QUERIES_PER_COPY = 256  # query blocks that one program of the backward pass takes of a column tile
@@ -39,8 +39,8 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
         lists = cute_lists.by_query(keys.blocks, _tiles(keys), group)
         keys, how = _extended(keys, copies=1), _sparse(lists, keys, group, copies=1)
     out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, **how)
-    part = merge(carry, Partial(out, lse))
-    return Partial(part.out.to(out_dtype or torch.float32), part.lse)
+    dtype = out_dtype or torch.float32
+    return Partial(out.to(dtype), lse) if carry is None else triton_blocks.merge(carry, Partial(out, lse), dtype)
 
 
 def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
@@ -49,7 +49,7 @@ def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
     if _causal(keys):
         extended, how = keys, {"causal": True}
     else:
-        copies = _copies(keys)
+        copies = 1 if keys.columns is None else _copies(q.shape[1])
         lists = cute_lists.by_key(keys.blocks, _tiles(keys), group, copies)
         extended, how = _extended(keys, copies), _sparse(lists, keys, group, copies)
         first = extended.k.shape[1] - keys.k.shape[1]
@@ -63,6 +63,16 @@ def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
     return Grads(joined(carry, dq, dq_dtype), dkv[:, :, first:], columns)
 
 
+def workspace_bytes(q, k, block: int, columns: int) -> int:
+    """Bytes that one key head and its query heads need beside their results."""
+    batch, length, _, dim = q.shape
+    group, copies = q.shape[2] // k.shape[2], _copies(length)
+    extended = k.shape[1] + group * -(-columns // COLUMN_TILE) * COLUMN_TILE * copies
+    lists = 2 * 4 * batch * group * (extended // BLOCK) * -(-length // BLOCK)
+    # keys, values and their gradients in 16 bits, dK and dV in 32, and the accumulator of dQ
+    return list_bytes(q, k, block) + lists + batch * dim * (extended * (4 * 2 + 2 * 4) + group * length * 4)
+
+
 def _causal(keys: Keys) -> bool:
     """Everything up to the diagonal: no list needed."""
     return keys.blocks.dense and keys.blocks.diagonal and keys.columns is None
@@ -72,11 +82,9 @@ def _tiles(keys: Keys):
     return None if keys.columns is None else keys.columns.tiles
 
 
-def _copies(keys: Keys) -> int:
+def _copies(length: int) -> int:
     """Programs that share a column tile's queries, a power of two; a tile sees thousands, a key block some dozens."""
-    if keys.columns is None:
-        return 1
-    return 1 << max(0, (len(keys.blocks.q_starts) // QUERIES_PER_COPY).bit_length() - 1)
+    return 1 << max(0, (length // BLOCK // QUERIES_PER_COPY).bit_length() - 1)
 
 
 def _extended(keys: Keys, copies: int) -> Keys:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mtraining_nns.ops.index import BlockIndex, ColumnTiles, Lists
-from mtraining_nns.ops.kernels.triton_lists import append, chunk, empty_lists
+from mtraining_nns.ops.kernels.triton_lists import WARPS, append, chunk, empty_lists
 
 
 class MaskFull(NamedTuple):
@@ -42,7 +42,7 @@ def by_query(blocks: BlockIndex, tiles: ColumnTiles | None, group: int) -> MaskF
     full = empty_lists(heads, nq, count + nk, tiles.state.device)
     query_rows[(mask.count.numel(),)](
         tiles.state, *blocks.by_query, *mask, *full, nq, nk, count, group,
-        **_flags(blocks, blocks.by_query), TILES=triton.next_power_of_2(count), CHUNK=chunk(nk),
+        **_flags(blocks, blocks.by_query), TILES=triton.next_power_of_2(count), CHUNK=chunk(nk), num_warps=WARPS,
     )  # fmt: skip
     return MaskFull(mask, full)
 
@@ -61,7 +61,7 @@ def by_key(blocks: BlockIndex, tiles: ColumnTiles | None, group: int, copies: in
     full = empty_lists(heads, rows, nq, tiles.state.device)
     key_rows[(mask.count.numel(),)](
         tiles.state, *blocks.by_key, *mask, *full, nq, nk, count, group, width,
-        COPIES=copies, **_flags(blocks, blocks.by_key), CHUNK=chunk(nq),
+        COPIES=copies, **_flags(blocks, blocks.by_key), CHUNK=chunk(nq), num_warps=WARPS,
     )  # fmt: skip
     return MaskFull(mask, full)
 

@@ -7,7 +7,7 @@ device once a query block; use the Triton backend there. Scores and sums are fp3
 import torch
 
 from mtraining_nns.ops.index import BlockIndex
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
 from mtraining_nns.ops.merge import Partial, merge
 
 
@@ -25,6 +25,11 @@ def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
     dkv = _blocks_backward(q, keys, tape, dq)
     columns = None if keys.columns is None else _columns_backward(q, keys, tape, dq)
     return Grads(joined(carry, dq, dq_dtype), dkv, columns)
+
+
+def workspace_bytes(q, k, block: int, columns: int) -> int:
+    """Bytes that one key head and its query heads need beside their results."""
+    return list_bytes(q, k, block)
 
 
 def _blocks_forward(q, keys: Keys, scale) -> Partial:

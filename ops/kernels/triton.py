@@ -7,10 +7,11 @@ TRITON_INTERPRET=1, for kernel tests: milliseconds a tile, far too slow to train
 from typing import NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mtraining_nns.ops.index import BlockIndex, Lists
+from mtraining_nns.ops.index import BlockIndex, ColumnTiles, Lists
 from mtraining_nns.ops.kernels import triton_blocks
-from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape
+from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape, list_bytes
 from mtraining_nns.ops.merge import Partial
 
 HEAD_DIMS = (16, 32, 64, 128)
@@ -46,8 +47,8 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     carried = (out, lse) if carry is None else (x.contiguous() for x in carry)
     triton_blocks.forward_kernel[(_programs(q, keys.blocks, tiles),)](
         q, keys.k, keys.v, *keys.blocks.by_query, *_query_side(keys), *carried, out, lse,
-        *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys), CARRY=carry is not None,
-        **_flags(q, keys, tiles),
+        *_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
+        CARRY=carry is not None, TMA=_has_tma(q), **_flags(q, keys, tiles),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -55,16 +56,21 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
 def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     q, keys = _checked(q, keys)
-    tensors = tape.dout, tape.lse, tape.delta
-    columns = None if keys.columns is None else _columns_dkv(q, keys, tape)
+    tensors = tape.dout.contiguous(), tape.lse, tape.delta
+    columns = None if keys.columns is None else _columns_dkv(q, keys, tensors, tape.scale)
     return Grads(_dq(q, keys, tensors, tape.scale, carry, dq_dtype), _dkv(q, keys, tensors, tape.scale), columns)
+
+
+def workspace_bytes(q, k, block: int, columns: int) -> int:
+    """Bytes that one key head and its query heads need beside their results."""
+    return list_bytes(q, k, block)
 
 
 def _dq(q, keys: Keys, tensors, scale, carry, dtype):
     tiles = _tiles("dq", q, keys.blocks.block)
     dq = torch.empty(q.shape, dtype=dtype or torch.float32, device=q.device)
     triton_blocks.dq_kernel[(_programs(q, keys.blocks, tiles),)](
-        q, keys.k, keys.v, *tensors, *keys.blocks.by_query, *_query_side(keys), dq if carry is None else carry, dq,
+        q, keys.k, keys.v, *tensors, *keys.blocks.by_query, *_query_side(keys), dq if carry is None else carry.contiguous(), dq,
         *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys), CARRY=carry is not None,
         **_flags(q, keys, tiles),
     )  # fmt: skip
@@ -86,7 +92,7 @@ def _dkv(q, keys: Keys, tensors, scale):
     return dkv
 
 
-def _columns_dkv(q, keys: Keys, tape: Tape):
+def _columns_dkv(q, keys: Keys, tensors, scale):
     (k, v), seen = keys.columns.kv, keys.columns.tiles
     tiles = _tiles("dkv", q, keys.blocks.block)
     heads, words = q.shape[0] * q.shape[2], seen.bits.shape[-1]
@@ -94,8 +100,8 @@ def _columns_dkv(q, keys: Keys, tape: Tape):
     split = max(1, min(8, 1024 // programs))  # few columns: share a tile's queries among programs to fill the GPU
     parts = torch.empty(2, split, *k.shape, device=q.device)
     triton_blocks.columns_dkv_kernel[(split * programs,)](
-        q, k, v, tape.dout, tape.lse, tape.delta, seen.bits, seen.first_block(tiles.keys), *parts,
-        tape.scale, q.shape[2], q.shape[1], k.shape[2], len(keys.blocks.q_starts), words, heads,
+        q, k, v, *tensors, seen.bits, seen.first_block(tiles.keys), *parts,
+        scale, q.shape[2], q.shape[1], k.shape[2], len(keys.blocks.q_starts), words, heads,
         BLOCK=keys.blocks.block, M=tiles.rows, T=tiles.keys, D=q.shape[3], SPLIT=split,
         EVEN=q.shape[1] % keys.blocks.block == 0, PRECISION=_precision(q), **_launch(tiles),
     )  # fmt: skip
@@ -110,7 +116,9 @@ def _checked(q, keys: Keys):
         )
     if block > 128 and block % 128:
         raise ValueError(f"the triton backend needs a block of 16 to 128 or a multiple of 128, got {block}")
-    columns = keys.columns and GatheredColumns(keys.columns.kv.contiguous(), keys.columns.tiles)
+    columns = keys.columns
+    if columns is not None:
+        columns = GatheredColumns(columns.kv.contiguous(), ColumnTiles(*(x.contiguous() for x in columns.tiles)))
     return q.contiguous(), Keys(keys.k.contiguous(), keys.v.contiguous(), keys.blocks, columns)
 
 
@@ -129,6 +137,21 @@ def _query_side(keys: Keys):
     if columns is None:
         return blocks.k_starts, _bits(blocks), *[blocks.k_starts] * 4
     return blocks.k_starts, _bits(blocks), *columns.kv, columns.tiles.bits, columns.tiles.visible
+
+
+def _has_tma(q) -> bool:
+    """Tensor maps: Hopper's bulk copies, which leave the registers to the scores."""
+    return q.is_cuda and q.element_size() == 2 and torch.cuda.get_device_capability(q.device) >= (9, 0)
+
+
+def _maps(q, keys: Keys, tiles: Tiles):
+    """Tensor maps of keys, values and columns; the tensors stand in where there are none."""
+    columns = (keys.k, keys.v) if keys.columns is None else keys.columns.kv
+    if not _has_tma(q):
+        return keys.k, keys.v, *columns
+    rows = [x.view(-1, keys.k.shape[2] * q.shape[3]) for x in (keys.k, keys.v)]
+    rows += [x.reshape(-1, q.shape[3]) for x in columns]
+    return [TensorDescriptor.from_tensor(x, [tiles.keys, q.shape[3]]) for x in rows]
 
 
 def _sizes(q, keys: Keys, lists: Lists, scale: float):

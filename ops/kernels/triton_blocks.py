@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mtraining_nns.ops.merge import Partial
+
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -34,6 +36,18 @@ def load_rows(base, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, C
     if CHECK:
         return tl.load(pointers, mask=(first + tl.arange(0, ROWS))[:, None] < limit, other=0.0)
     return tl.load(pointers)
+
+
+@triton.jit
+def key_tile(source, base, row0, column, first, stride, limit, T: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr,
+             TMA: tl.constexpr):  # fmt: skip
+    """Tile [T, D] of keys or values: rows first .. of base by pointers, or of a [rows, width] tensor map from row0 on.
+
+    A tensor map knows no sequence: its rows past `limit` are the next sequence's, for the caller to mask.
+    """
+    if TMA:
+        return source.load([row0 + first, column])
+    return load_rows(base, first, stride, limit, T, D, CHECK)
 
 
 @triton.jit
@@ -99,9 +113,11 @@ def seen_columns(SEEN, first, T: tl.constexpr):
 @triton.jit
 def forward_kernel(
     Q, K, V, COUNT, INDEX, K_STARTS, BITS, K_COLUMNS, V_COLUMNS, SEEN, VISIBLE, OUT_IN, LSE_IN, OUT, LSE,
+    K_MAP, V_MAP, K_COLUMNS_MAP, V_COLUMNS_MAP,
     scale, N, H, Sq, Sk, nq, width, listed, row_chunk, WORDS, C, SEEN_WORDS,
     BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, CARRY: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     tiles = nq * (BLOCK // M)
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * N + n
@@ -109,8 +125,10 @@ def forward_kernel(
     b, n, i = head // N, head % N, tile // (BLOCK // M)
     rows = tile * M + tl.arange(0, M)
     own = b * Sq * N * D + n * D
-    K += b * Sk * H * D + (n * H // N) * D
-    V += b * Sk * H * D + (n * H // N) * D
+    h = n * H // N
+    K += b * Sk * H * D + h * D
+    V += b * Sk * H * D + h * D
+    row0, column = (b * Sk).to(tl.int32), (h * D).to(tl.int32)
     BITS += head * Sq * WORDS
     INDEX += (head * listed * nq + i) * width
     q = load_rows(Q + own, tile * M, N * D, Sq, M, D, True)
@@ -123,8 +141,8 @@ def forward_kernel(
     for t in range(0, count * (BLOCK // T)):
         j = tl.load(INDEX + t // (BLOCK // T))
         first = j * BLOCK + (t % (BLOCK // T)) * T
-        k = load_rows(K, first, H * D, Sk, T, D, False)
-        v = load_rows(V, first, H * D, Sk, T, D, False)
+        k = key_tile(K_MAP, K, row0, column, first, H * D, Sk, T, D, False, TMA)
+        v = key_tile(V_MAP, V, row0, column, first, H * D, Sk, T, D, False, TMA)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if HAS_BITS:
             seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)
@@ -133,10 +151,11 @@ def forward_kernel(
     if HAS_COLUMNS:
         K_COLUMNS += head * C * D
         V_COLUMNS += head * C * D
+        row0 = (head * C).to(tl.int32)
         for first in range(0, tl.load(VISIBLE + head * nq + i), T):
             seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, first, T)
-            k = load_rows(K_COLUMNS, first, D, C, T, D, True)
-            v = load_rows(V_COLUMNS, first, D, C, T, D, True)
+            k = key_tile(K_COLUMNS_MAP, K_COLUMNS, row0, 0, first, D, C, T, D, True, TMA)
+            v = key_tile(V_COLUMNS_MAP, V_COLUMNS, row0, 0, first, D, C, T, D, True, TMA)
             scores = tl.dot(q, k.T, input_precision=PRECISION) + tl.where(seen, 0.0, float("-inf"))[None, :]
             m, l, acc = online_softmax(scores, scale * LOG2E, v, m, l, acc, PRECISION)
     if DIAGONAL:
@@ -315,6 +334,36 @@ def columns_dkv_kernel(
     out = (split * heads + head) * C * D
     store_rows(DK + out, tile * T, D, C, dk * scale, T, D)
     store_rows(DV + out, tile * T, D, C, dv, T, D)
+
+
+@triton.jit
+def merge_kernel(OUT_A, LSE_A, OUT_B, LSE_B, OUT, LSE, S, N, M: tl.constexpr, D: tl.constexpr):
+    tiles = tl.cdiv(S, M)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    own = head // N * S * N * D + head % N * D
+    rows = tile * M + tl.arange(0, M)
+    a = tl.load(LSE_A + head * S + rows, mask=rows < S, other=float("-inf"))
+    b = tl.load(LSE_B + head * S + rows, mask=rows < S, other=float("-inf"))
+    top = tl.maximum(a, b)
+    top = tl.where(top == float("-inf"), 0.0, top)  # a row that saw nothing weighs nothing
+    weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
+    total = weight_a + weight_b
+    share = tl.where(total == 0.0, 0.0, 1.0 / total)
+    out_a = load_rows(OUT_A + own, tile * M, N * D, S, M, D, True).to(tl.float32)
+    out_b = load_rows(OUT_B + own, tile * M, N * D, S, M, D, True).to(tl.float32)
+    out = out_a * (weight_a * share)[:, None] + out_b * (weight_b * share)[:, None]
+    store_rows(OUT + own, tile * M, N * D, S, out, M, D)
+    tl.store(LSE + head * S + rows, tl.where(total == 0.0, float("-inf"), top + tl.log(total)), mask=rows < S)
+
+
+def merge(a: Partial, b: Partial, dtype: torch.dtype) -> Partial:
+    """What ops.merge.merge says, in one pass; out in the given dtype."""
+    (batch, length, heads, dim), out = b.out.shape, torch.empty_like(b.out, dtype=dtype)
+    lse = torch.empty_like(b.lse)
+    programs = batch * heads * triton.cdiv(length, 64)
+    merge_kernel[(programs,)](*(x.contiguous() for x in (*a, *b)), out, lse, length, heads, M=64, D=dim)
+    return Partial(out, lse)
 
 
 @triton.jit

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from mtraining_nns.ops.index import COLUMN_TILE, NO_COLUMN, ColumnIndex, ColumnTiles, Lists
 
-CHUNK = 1024  # list entries a program looks at together
+CHUNK = 512  # entries that a program of one list looks at together
+WARPS = 1  # of such a program: packing within a warp needs no barrier
 QUERIES = 128  # query blocks of a program of column_tiles: a thread each, so that it packs its words alone
 TILE = tl.constexpr(COLUMN_TILE)
 NOWHERE = tl.constexpr(NO_COLUMN)
@@ -36,7 +37,7 @@ def distance_lists(hit: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, bl
     lists = empty_lists(hit.shape[:2], len(rows), len(cols), hit.device)
     distance_rows[(lists.count.numel(),)](
         hit.contiguous().view(torch.uint8), rows, cols, *lists, hit.shape[-1], len(rows), len(cols),
-        BLOCK=block, SIGN=sign, CHUNK=chunk(len(cols)),
+        BLOCK=block, SIGN=sign, CHUNK=chunk(len(cols)), num_warps=WARPS,
     )  # fmt: skip
     return lists
 
@@ -50,7 +51,7 @@ def column_tiles(columns: ColumnIndex, q_starts: torch.Tensor) -> ColumnTiles:
     visible = torch.empty(*heads, blocks, dtype=torch.int32, device=q_starts.device)
     tile_columns[(heads.numel() * triton.cdiv(blocks, QUERIES) * tiles,)](
         columns.position.contiguous(), columns.hit.contiguous().view(torch.uint8), q_starts, bits, state, visible,
-        columns.hit.shape[-1], width, blocks, tiles, BLOCK=columns.block, QUERIES=QUERIES,
+        columns.hit.shape[-1], width, blocks, tiles, BLOCK=columns.block, QUERIES=QUERIES, num_warps=QUERIES // 32,
     )  # fmt: skip
     return ColumnTiles(bits, state, visible)
 

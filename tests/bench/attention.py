@@ -9,7 +9,8 @@
 Forward and backward are the operator's own passes with the index given: block lists, the gathering of columns and
 every cast are inside. Index is what comes before: the estimate and its budgets. TFLOP/s count 4 * D * kept pairs forward
 and 2.5 times that backward; `dense` is FlashAttention-4's causal attention in the same run, `limit` the same kept
-pairs at its rate. Times are medians of CUDA events. Errors are RMS ratios against fp64 over sampled rows and keys.
+pairs at its rate. Times are medians of CUDA events. Errors are RMS ratios of out and dq
+against fp64 over sampled rows.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from mtraining_nns.ops.ring import Ring
 
 BLOCK = 128
 SHAPES = {  # query rows, key rows
-    "forward": [(128, 128), (128, 64), (64, 64), (128, 32)],
+    "forward": [(128, 128), (128, 64), (64, 64), (128, 32), (64, 128)],
     "dq": [(128, 128), (128, 64), (64, 64), (128, 32)],
     "dkv": [(64, 128), (32, 128), (64, 64), (128, 64)],
 }
@@ -114,14 +115,14 @@ def backends() -> list[str]:
 
 
 def errors(operator, inputs, index: DistanceIndex, samples: int = 12) -> str:
-    """RMS ratios of out, dq, dk and dv over sampled rows and keys of the first and the last head's group."""
+    """RMS ratios of out and dq over sampled rows of the first and the last head."""
     q, k, v, dout = (x.detach() for x in inputs)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = operator(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
     length, heads, group = q.shape[1], q.shape[2], q.shape[2] // k.shape[2]
-    rows = torch.randint(length, (samples,), generator=torch.Generator().manual_seed(1)).tolist() + [0, length - 1]
-    pairs = [[], [], [], []]
+    rows = torch.randint(length, (samples,), generator=torch.Generator().manual_seed(1)).tolist() + [length - 1]
+    pairs = [[], []]
     everything = torch.arange(length, device="cuda")
     scale = q.shape[3] ** -0.5
 
@@ -139,11 +140,10 @@ def errors(operator, inputs, index: DistanceIndex, samples: int = 12) -> str:
         for r in rows:
             for pair, ours, theirs in zip(pairs, (out, grads[0]), row(n, r)):
                 pair.append((ours[0, r, n].double(), theirs))
-    del pairs[2:]
     ratios = []
-    for pair in pairs:
+    for pair in pairs:  # each row by itself: early ones, which average few values, are the largest
         ours, theirs = (torch.stack(x) for x in zip(*pair))
-        ratios.append(((ours - theirs).norm() / theirs.norm()).item())
+        ratios.append(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-9)).square().mean().sqrt())
     return " ".join(f"{x:.1e}" for x in ratios)
 
 
@@ -251,7 +251,7 @@ def sweep(shape: Shape) -> None:
     for kernel, shapes in SHAPES.items():
         best = triton_kernels.TILES[kernel, shape.dim]
         results = []
-        for (rows_, keys), warps, stages in itertools.product(shapes, (4, 8), (2, 3)):
+        for (rows_, keys), warps, stages in itertools.product(shapes, (4, 8), (2, 3, 4)):
             tiles = triton_kernels.Tiles(rows_, keys, warps, stages)
             triton_kernels.TILES[kernel, shape.dim] = tiles
             try:
