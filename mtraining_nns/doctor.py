@@ -94,7 +94,7 @@ def decisions() -> list[tuple[str, str]]:
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     choices = {
-        "attention.backend": lambda: kernels.choose_backend(device_type),
+        "attention.backend": lambda: kernels.choose(kernels.Device.here(device_type), kernels.Work(block=128)),
         "parallel.engine": lambda: engines.choose("auto"),
     }
     return [(key, _outcome(choose)) for key, choose in choices.items()]

@@ -41,12 +41,18 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def attach(model: nn.Module, operator: Operator) -> None:
-    """Let every attention layer of the model use `operator`. Raises ValueError as `check_model`."""
+def attach(model: nn.Module, operator: Operator, dtype: torch.dtype | None = None) -> None:
+    """Let every attention layer of the model use `operator`.
+
+    dtype: of the activations, where the parameters' own does not say it. Raises ValueError as `check_model`, and where
+    no backend can do the model's shape.
+    """
     check_model(model)
     shared = _Attached(operator)
     for layer in _attention_layers(model):
         layer._mtraining = shared
+    config = layer.config
+    operator.prepare(layer.head_dim, config.num_attention_heads, config.num_key_value_heads, dtype or model.dtype)
 
 
 def detach(model: nn.Module) -> None:

@@ -77,7 +77,7 @@ class Recipe:
         return replace(
             self,
             model=_with_vocabulary(self.model, manifest),
-            attention=replace(self.attention, granularity=self.attention.stripe),
+            attention=self.attention.resolved(),
             parallel=replace(self.parallel, cp=cp),
             log=replace(self.log, dir=self.log.dir or os.path.join(self.checkpoint.dir, "tensorboard")),
             export=replace(self.export, dir=self.export.dir or os.path.join(self.checkpoint.dir, "hf")),

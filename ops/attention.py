@@ -42,7 +42,7 @@ class Operator:
     """
 
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
-        self.config, self.ring, self.device_type = config, ring, device_type
+        self.config, self.ring, self.device_type = config.resolved(), ring, device_type
         self.device = kernels.Device.here(device_type)
         self.backend, self.reason = self._choose()
         self.store = IndexStore()
@@ -99,6 +99,15 @@ class Operator:
             stats["capped"][layer] = 0 if index.capped is None else int(index.capped)
             stats["work"][layer] = index.kept_pairs(starts, layout.seq_len).item()
         return stats
+
+    def describe(self, seq_len: int) -> str:
+        """What a layer does with a global sequence of this length, and why, in one line."""
+        pattern = self.config.pattern
+        if seq_len < self.config.dense_below:
+            pattern = f"dense, since {seq_len} tokens are fewer than attention.dense_below={self.config.dense_below}"
+        elif self.config.dense_layers:
+            pattern += f", dense in layers {', '.join(map(str, self.config.dense_layers))}"
+        return f"attention backend {self.backend}: {self.reason}; pattern {pattern}"
 
     def _pattern(self, layer: int, layout: Layout):
         keep_all = layer in self.config.dense_layers or layout.seq_len < self.config.dense_below

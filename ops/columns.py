@@ -8,20 +8,21 @@ the owner's rows.
 
 import torch
 
-from mtraining_nns.ops.index import ColumnIndex
+from mtraining_nns.ops.index import COLUMN_TILE, ColumnIndex
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Ring
 
 
 class Columns:
-    """The local rows of a ColumnIndex under a layout.
+    """The local rows of a ColumnIndex under a layout, C rounded up to whole tiles.
 
     row: int64 [B, N, C] local row of each column, 0 where another rank owns it; mine: bool [B, N, C].
     """
 
     def __init__(self, columns: ColumnIndex, layout: Layout, ring: Ring):
-        owner, row = layout.locate(columns.position.long())
-        valid = torch.arange(columns.position.shape[-1], device=row.device) < columns.count[..., None]
+        filled = torch.nn.functional.pad(columns.position, (0, -columns.position.shape[-1] % COLUMN_TILE))
+        owner, row = layout.locate(filled.long())
+        valid = torch.arange(row.shape[-1], device=row.device) < columns.count[..., None]
         self.mine = valid & (owner == ring.rank)
         self.row = torch.where(self.mine, row, 0)
         self.ring = ring

@@ -4,7 +4,7 @@ Plain data, no torch: recipes, the evaluation and the operator share this one da
 exported checkpoint. It describes the model, never the machine, except `backend`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 PATTERNS = ("dense", "vertical_slash")
 PLANNED_PATTERNS = ("xattention", "moba")
@@ -12,6 +12,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 BUDGETS = ("top_p", "fixed")
 BACKENDS = ("auto", "torch", "triton", "cute")
 PLANNED_BACKENDS = ("cuda",)
+CROSSOVER = 16384  # dense_below="auto": shorter sequences are no faster sparse at every density, docs/benchmarks.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class AttentionConfig:
     sinks: int = 64  # first keys, always kept
     local: int = 1024  # nearest keys, always kept
     dense_layers: tuple[int, ...] = ()  # layers that keep every key
-    dense_below: int = 0  # global sequences shorter than this keep every key
+    dense_below: int | str = 0  # global sequences shorter than this keep every key; "auto": the measured crossover
     backend: str = "auto"
     deterministic: bool = False
 
@@ -62,11 +63,18 @@ class AttentionConfig:
         for name in ("k_v", "k_s", "cap", "last_q"):
             if getattr(self, name) < 1:
                 raise ValueError(f"attention.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("sinks", "local", "dense_below"):
+        if isinstance(self.dense_below, str) and self.dense_below != "auto":
+            raise ValueError(f"attention.dense_below must be a length or auto, got {self.dense_below!r}")
+        for name in ("sinks", "local") + ("dense_below",) * (self.dense_below != "auto"):
             if getattr(self, name) < 0:
                 raise ValueError(f"attention.{name} must not be negative, got {getattr(self, name)}")
         if any(type(layer) is not int or layer < 0 for layer in self.dense_layers):
             raise ValueError(f"attention.dense_layers must list layer numbers from 0, got {list(self.dense_layers)}")
+
+    def resolved(self) -> "AttentionConfig":
+        """The same settings with no default left open."""
+        below = CROSSOVER if self.dense_below == "auto" else self.dense_below
+        return replace(self, granularity=self.stripe, dense_below=below)
 
     @property
     def stripe(self) -> int:
@@ -76,7 +84,12 @@ class AttentionConfig:
 
 def _check_type(name: str, value, expected: type) -> None:
     """bool is no number here, and a whole number will do for a share."""
-    kinds = {float: (float, int), int | None: (int, type(None)), tuple[int, ...]: (tuple,)}.get(expected, (expected,))
+    kinds = {
+        float: (float, int),
+        int | None: (int, type(None)),
+        int | str: (int, str),
+        tuple[int, ...]: (tuple,),
+    }.get(expected, (expected,))
     if type(value) not in kinds:
         names = " or ".join({tuple: "a list", type(None): "null"}.get(kind, kind.__name__) for kind in kinds)
         raise ValueError(f"attention.{name} must be {names}, got {value!r} ({type(value).__name__})")

@@ -74,6 +74,7 @@ def both(backend, backward, inputs, kept: tuple, case: Case) -> tuple[dict, dict
         whole = Layout(seq_len=k.shape[1], block=case.block)
         gathered = Columns(columns, whole, Ring.single()).gather(k, v)
         table = columns_mask(columns, blocks.q_starts, q.shape[1])
+        table = torch.nn.functional.pad(table, (0, gathered.shape[3] - table.shape[-1]))
     ref = concatenated(q, (k, v), dout, (block_mask(blocks, q.shape[1], k.shape[1]), table), gathered, scale)
     columns = columns and GatheredColumns(gathered, columns.tiles(blocks.q_starts))
     steps = [Keys(k, v, blocks, columns)] if case.steps == 1 else dealt(k, v, blocks, columns)

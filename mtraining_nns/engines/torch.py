@@ -79,7 +79,7 @@ class Run:
         trainer = _resume(found, state, recipe, feed) if found else {"losses": [], "values": {}}
         if world.rank == 0:
             _keep_tokenizer(recipe)
-        world.say(f"attention backend {operator.backend}: {operator.reason}")
+        world.say(operator.describe(recipe.train.seq_len))
         losses, last = trainer["losses"], trainer["values"]
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
         meter = Meter(feed.batch * recipe.train.seq_len)
@@ -169,7 +169,7 @@ def build_sharded(recipe: Recipe, world: World, *, load: bool) -> tuple[CausalLM
     lm = build_model(config, seed=None if path else recipe.train.seed)
     model = CausalLMLoss(lm, chunk=recipe.train.loss_chunk)
     operator = Operator(recipe.attention, world.ring, world.device.type)
-    hf.attach(lm, operator)
+    hf.attach(lm, operator, getattr(torch, recipe.model.dtype))
     shard(model, recipe, world)
     if path:
         materialize(lm, world.device, path if load else None)

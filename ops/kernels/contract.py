@@ -11,7 +11,7 @@ from mtraining_nns.ops.index import BlockIndex, ColumnTiles
 
 
 class GatheredColumns(NamedTuple):
-    """Single keys and values of every query head, kv [2, B, N, C, D], zero past the count; who sees them: tiles."""
+    """Single keys and values of every query head, kv [2, B, N, C, D], zero past the count, C in whole tiles."""
 
     kv: Tensor
     tiles: ColumnTiles

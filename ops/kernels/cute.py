@@ -67,7 +67,7 @@ def workspace_bytes(q, k, block: int, columns: int) -> int:
     """Bytes that one key head and its query heads need beside their results."""
     batch, length, _, dim = q.shape
     group, copies = q.shape[2] // k.shape[2], _copies(length)
-    extended = k.shape[1] + group * -(-columns // COLUMN_TILE) * COLUMN_TILE * copies
+    extended = k.shape[1] + group * columns * copies
     lists = 2 * 4 * batch * group * (extended // BLOCK) * -(-length // BLOCK)
     # keys, values and their gradients in 16 bits, dK and dV in 32, and the accumulator of dQ
     return list_bytes(q, k, block) + lists + batch * dim * (extended * (4 * 2 + 2 * 4) + group * length * 4)
@@ -92,9 +92,8 @@ def _extended(keys: Keys, copies: int) -> Keys:
     if keys.columns is None:
         return keys
     batch, length, kv_heads, dim = keys.k.shape
-    kv = torch.nn.functional.pad(keys.columns.kv, (0, 0, 0, -keys.columns.kv.shape[3] % COLUMN_TILE))
     # [2, B, N, C, D] -> [2, B, member, tile, copy, column, H, D]
-    tiles = kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 3, 4, 5, 2, 6)
+    tiles = keys.columns.kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 3, 4, 5, 2, 6)
     tiles = tiles[:, :, :, :, None].expand(-1, -1, -1, -1, copies, -1, -1, -1)
     first = tiles.shape[2] * tiles.shape[3] * copies * COLUMN_TILE
     both = torch.empty(2, batch, first + length, kv_heads, dim, dtype=keys.k.dtype, device=keys.k.device)
@@ -105,12 +104,10 @@ def _extended(keys: Keys, copies: int) -> Keys:
 
 def _column_grads(grads, keys: Keys, copies: int):
     """fp32 [2, B, N, C, D] from the columns' part of the extended keys."""
-    width, heads = keys.columns.kv.shape[3], keys.columns.kv.shape[2]
-    tiles = -(-width // COLUMN_TILE)
-    members = heads // grads.shape[3]
-    parts = grads.unflatten(2, (members, tiles, copies, COLUMN_TILE))
+    members = keys.columns.kv.shape[2] // grads.shape[3]
+    parts = grads.unflatten(2, (members, -1, copies, COLUMN_TILE))
     summed = parts.sum(4, dtype=torch.float32)  # [2, B, member, tile, column, H, D]
-    return summed.permute(0, 1, 5, 2, 3, 4, 6).flatten(4, 5).flatten(2, 3)[:, :, :, :width]
+    return summed.permute(0, 1, 5, 2, 3, 4, 6).flatten(4, 5).flatten(2, 3)
 
 
 def _sparse(lists: cute_lists.MaskFull, keys: Keys, group: int, copies: int) -> dict:

@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 # 16-bit inputs on Hopper by (kernel, head dim); chosen by tests/bench/attention.py --sweep
 TILES = {
     ("forward", 64): Tiles(128, 128, 4, 3),
-    ("forward", 128): Tiles(128, 32, 4, 3),
+    ("forward", 128): Tiles(128, 128, 8, 2),
     ("dq", 64): Tiles(64, 64, 4, 2),
     ("dq", 128): Tiles(128, 128, 8, 2),
     ("dkv", 64): Tiles(64, 64, 4, 3),
@@ -47,8 +47,8 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     carried = (out, lse) if carry is None else (x.contiguous() for x in carry)
     triton_blocks.forward_kernel[(_programs(q, keys.blocks, tiles),)](
         q, keys.k, keys.v, *keys.blocks.by_query, *_query_side(keys), *carried, out, lse,
-        *_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
-        CARRY=carry is not None, TMA=_has_tma(q), **_flags(q, keys, tiles),
+        *_key_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
+        CARRY=carry is not None, **_flags(q, keys, tiles),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -69,10 +69,11 @@ def workspace_bytes(q, k, block: int, columns: int) -> int:
 def _dq(q, keys: Keys, tensors, scale, carry, dtype):
     tiles = _tiles("dq", q, keys.blocks.block)
     dq = torch.empty(q.shape, dtype=dtype or torch.float32, device=q.device)
+    carried = dq if carry is None else carry.contiguous()
     triton_blocks.dq_kernel[(_programs(q, keys.blocks, tiles),)](
-        q, keys.k, keys.v, *tensors, *keys.blocks.by_query, *_query_side(keys), dq if carry is None else carry.contiguous(), dq,
-        *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys), CARRY=carry is not None,
-        **_flags(q, keys, tiles),
+        q, keys.k, keys.v, *tensors, *keys.blocks.by_query, *_query_side(keys), carried, dq,
+        *_key_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
+        CARRY=carry is not None, **_flags(q, keys, tiles),
     )  # fmt: skip
     return dq
 
@@ -82,28 +83,28 @@ def _dkv(q, keys: Keys, tensors, scale):
     tiles = _tiles("dkv", q, blocks.block)
     dkv = torch.empty(2, *k.shape, device=q.device)
     programs = k.shape[0] * k.shape[2] * len(blocks.k_starts) * (blocks.block // tiles.keys)
-    flags = _flags(q, keys, tiles)
+    flags = _flags(q, keys, tiles) | {"TMA": _has_query_tma(q, blocks.block)}
     del flags["HAS_COLUMNS"]
     triton_blocks.dkv_kernel[(programs,)](
         q, k, keys.v, *tensors, *blocks.by_key, blocks.k_starts, _bits(blocks), *dkv,
-        *_sizes(q, keys, blocks.by_key, scale), G=q.shape[2] // k.shape[2], EVEN=q.shape[1] % blocks.block == 0,
-        **flags,
+        *_query_maps(q, tensors[0], tiles, blocks.block), *_sizes(q, keys, blocks.by_key, scale),
+        G=q.shape[2] // k.shape[2], EVEN=q.shape[1] % blocks.block == 0, **flags,
     )  # fmt: skip
     return dkv
 
 
 def _columns_dkv(q, keys: Keys, tensors, scale):
-    (k, v), seen = keys.columns.kv, keys.columns.tiles
-    tiles = _tiles("dkv", q, keys.blocks.block)
+    (k, v), seen, block = keys.columns.kv, keys.columns.tiles, keys.blocks.block
+    tiles = _tiles("dkv", q, block)
     heads, words = q.shape[0] * q.shape[2], seen.bits.shape[-1]
     programs = heads * (words * 32 // tiles.keys)
     split = max(1, min(8, 1024 // programs))  # few columns: share a tile's queries among programs to fill the GPU
     parts = torch.empty(2, split, *k.shape, device=q.device)
     triton_blocks.columns_dkv_kernel[(split * programs,)](
-        q, k, v, *tensors, seen.bits, seen.first_block(tiles.keys), *parts,
+        q, k, v, *tensors, seen.bits, seen.first_block(tiles.keys), *parts, *_query_maps(q, tensors[0], tiles, block),
         scale, q.shape[2], q.shape[1], k.shape[2], len(keys.blocks.q_starts), words, heads,
-        BLOCK=keys.blocks.block, M=tiles.rows, T=tiles.keys, D=q.shape[3], SPLIT=split,
-        EVEN=q.shape[1] % keys.blocks.block == 0, PRECISION=_precision(q), **_launch(tiles),
+        BLOCK=block, M=tiles.rows, T=tiles.keys, D=q.shape[3], SPLIT=split, EVEN=q.shape[1] % block == 0,
+        PRECISION=_precision(q), TMA=_has_query_tma(q, block), **_launch(tiles),
     )  # fmt: skip
     return parts.sum(1)
 
@@ -140,18 +141,33 @@ def _query_side(keys: Keys):
 
 
 def _has_tma(q) -> bool:
-    """Tensor maps: Hopper's bulk copies, which leave the registers to the scores."""
+    """Whether tensor maps serve, Hopper's bulk copies: they leave the registers to the scores."""
     return q.is_cuda and q.element_size() == 2 and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
-def _maps(q, keys: Keys, tiles: Tiles):
+def _key_maps(q, keys: Keys, tiles: Tiles):
     """Tensor maps of keys, values and columns; the tensors stand in where there are none."""
     columns = (keys.k, keys.v) if keys.columns is None else keys.columns.kv
     if not _has_tma(q):
         return keys.k, keys.v, *columns
-    rows = [x.view(-1, keys.k.shape[2] * q.shape[3]) for x in (keys.k, keys.v)]
-    rows += [x.reshape(-1, q.shape[3]) for x in columns]
-    return [TensorDescriptor.from_tensor(x, [tiles.keys, q.shape[3]]) for x in rows]
+    by_token = [x.flatten(0, 1).flatten(1) for x in (keys.k, keys.v)]
+    return [_map(x, tiles.keys, q.shape[3]) for x in (*by_token, *(x.view(-1, x.shape[-1]) for x in columns))]
+
+
+def _query_maps(q, dout, tiles: Tiles, block: int):
+    """Tensor maps of q and dout, likewise."""
+    if not _has_query_tma(q, block):
+        return q, dout
+    return [_map(x.flatten(0, 1).flatten(1), tiles.rows, q.shape[3]) for x in (q, dout)]
+
+
+def _has_query_tma(q, block: int) -> bool:
+    # a ragged last block of a batch would be followed by the next sequence's rows
+    return _has_tma(q) and (q.shape[0] == 1 or q.shape[1] % block == 0)
+
+
+def _map(x, rows: int, dim: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [rows, dim])
 
 
 def _sizes(q, keys: Keys, lists: Lists, scale: float):
@@ -176,6 +192,7 @@ def _flags(q, keys: Keys, tiles: Tiles) -> dict:
         "HAS_COLUMNS": keys.columns is not None,
         "HAS_BITS": keys.blocks.row_bits is not None,
         "PRECISION": _precision(q),
+        "TMA": _has_tma(q),
         **_launch(tiles),
     }
 

@@ -39,11 +39,11 @@ def load_rows(base, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, C
 
 
 @triton.jit
-def key_tile(source, base, row0, column, first, stride, limit, T: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr,
+def tile_of(source, base, row0, column, first, stride, limit, T: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr,
              TMA: tl.constexpr):  # fmt: skip
-    """Tile [T, D] of keys or values: rows first .. of base by pointers, or of a [rows, width] tensor map from row0 on.
+    """Tile [T, D]: rows first .. of base by pointers, or of a [rows, width] tensor map from row0 on.
 
-    A tensor map knows no sequence: its rows past `limit` are the next sequence's, for the caller to mask.
+    A tensor map knows no `limit`: it serves where the rows are whole, or where none but zeros can follow.
     """
     if TMA:
         return source.load([row0 + first, column])
@@ -141,8 +141,8 @@ def forward_kernel(
     for t in range(0, count * (BLOCK // T)):
         j = tl.load(INDEX + t // (BLOCK // T))
         first = j * BLOCK + (t % (BLOCK // T)) * T
-        k = key_tile(K_MAP, K, row0, column, first, H * D, Sk, T, D, False, TMA)
-        v = key_tile(V_MAP, V, row0, column, first, H * D, Sk, T, D, False, TMA)
+        k = tile_of(K_MAP, K, row0, column, first, H * D, Sk, T, D, False, TMA)
+        v = tile_of(V_MAP, V, row0, column, first, H * D, Sk, T, D, False, TMA)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if HAS_BITS:
             seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)
@@ -154,8 +154,8 @@ def forward_kernel(
         row0 = (head * C).to(tl.int32)
         for first in range(0, tl.load(VISIBLE + head * nq + i), T):
             seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, first, T)
-            k = key_tile(K_COLUMNS_MAP, K_COLUMNS, row0, 0, first, D, C, T, D, True, TMA)
-            v = key_tile(V_COLUMNS_MAP, V_COLUMNS, row0, 0, first, D, C, T, D, True, TMA)
+            k = tile_of(K_COLUMNS_MAP, K_COLUMNS, row0, 0, first, D, C, T, D, False, TMA)
+            v = tile_of(V_COLUMNS_MAP, V_COLUMNS, row0, 0, first, D, C, T, D, False, TMA)
             scores = tl.dot(q, k.T, input_precision=PRECISION) + tl.where(seen, 0.0, float("-inf"))[None, :]
             m, l, acc = online_softmax(scores, scale * LOG2E, v, m, l, acc, PRECISION)
     if DIAGONAL:
@@ -184,9 +184,11 @@ def add_dq(q, dout, k, v, lse, delta, seen, dq, scale, MASK: tl.constexpr, PRECI
 @triton.jit
 def dq_kernel(
     Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, K_STARTS, BITS, K_COLUMNS, V_COLUMNS, SEEN, VISIBLE, DQ_IN, DQ,
+    K_MAP, V_MAP, K_COLUMNS_MAP, V_COLUMNS_MAP,
     scale, N, H, Sq, Sk, nq, width, listed, row_chunk, WORDS, C, SEEN_WORDS,
     BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, CARRY: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     tiles = nq * (BLOCK // M)
     head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -194,8 +196,10 @@ def dq_kernel(
     b, n, i = head // N, head % N, tile // (BLOCK // M)
     rows = tile * M + tl.arange(0, M)
     own = b * Sq * N * D + n * D
-    K += b * Sk * H * D + (n * H // N) * D
-    V += b * Sk * H * D + (n * H // N) * D
+    h = n * H // N
+    K += b * Sk * H * D + h * D
+    V += b * Sk * H * D + h * D
+    row0, column = (b * Sk).to(tl.int32), (h * D).to(tl.int32)
     BITS += head * Sq * WORDS
     INDEX += (head * listed * nq + i) * width
     q, dout = (
@@ -210,8 +214,8 @@ def dq_kernel(
     for t in range(0, count * (BLOCK // T)):
         j = tl.load(INDEX + t // (BLOCK // T))
         first = j * BLOCK + (t % (BLOCK // T)) * T
-        k = load_rows(K, first, H * D, Sk, T, D, False)
-        v = load_rows(V, first, H * D, Sk, T, D, False)
+        k = tile_of(K_MAP, K, row0, column, first, H * D, Sk, T, D, False, TMA)
+        v = tile_of(V_MAP, V, row0, column, first, H * D, Sk, T, D, False, TMA)
         seen = tl.full([M, 1], 1, tl.int1)
         if HAS_BITS:
             seen = row_bits(BITS, rows, Sq, tl.load(K_STARTS + j) // row_chunk, WORDS)[:, None]
@@ -219,10 +223,11 @@ def dq_kernel(
     if HAS_COLUMNS:
         K_COLUMNS += head * C * D
         V_COLUMNS += head * C * D
+        row0 = (head * C).to(tl.int32)
         for first in range(0, tl.load(VISIBLE + head * nq + i), T):
             seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, first, T)
-            k = load_rows(K_COLUMNS, first, D, C, T, D, True)
-            v = load_rows(V_COLUMNS, first, D, C, T, D, True)
+            k = tile_of(K_COLUMNS_MAP, K_COLUMNS, row0, 0, first, D, C, T, D, False, TMA)
+            v = tile_of(V_COLUMNS_MAP, V_COLUMNS, row0, 0, first, D, C, T, D, False, TMA)
             dq = add_dq(q, dout, k, v, lse, delta, seen[None, :], dq, scale, True, PRECISION)
     if DIAGONAL:
         for t in range(0, BLOCK // T):
@@ -252,10 +257,10 @@ def add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, MASK: tl.constexpr, 
 
 @triton.jit
 def dkv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, K_STARTS, BITS, DK, DV,
+    Q, K, V, DOUT, LSE, DELTA, COUNT, INDEX, K_STARTS, BITS, DK, DV, Q_MAP, DOUT_MAP,
     scale, N, H, Sq, Sk, nk, width, listed, row_chunk, WORDS,
     BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, G: tl.constexpr, DIAGONAL: tl.constexpr,
-    EVEN: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, HAS_BITS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tiles = nk * (BLOCK // T)
     kv_head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
@@ -265,6 +270,7 @@ def dkv_kernel(
     own = b * Sk * H * D + h * D
     k, v = load_rows(K + own, tile * T, H * D, Sk, T, D, True), load_rows(V + own, tile * T, H * D, Sk, T, D, True)
     chunk = tl.load(K_STARTS + j) // row_chunk
+    row0 = (b * Sq).to(tl.int32)
     dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
     for g in range(0, G):
         n = h * G + g
@@ -287,8 +293,8 @@ def dkv_kernel(
             block = tl.load(INDEX + (head * listed * nk + j) * width + t // (BLOCK // M))
             begin = block * BLOCK + (t % (BLOCK // M)) * M
             rows = begin + tl.arange(0, M)
-            q = load_rows(Q + shard, begin, N * D, Sq, M, D, not EVEN)
-            dout = load_rows(DOUT + shard, begin, N * D, Sq, M, D, not EVEN)
+            q = tile_of(Q_MAP, Q + shard, row0, (n * D).to(tl.int32), begin, N * D, Sq, M, D, not EVEN, TMA)
+            dout = tile_of(DOUT_MAP, DOUT + shard, row0, (n * D).to(tl.int32), begin, N * D, Sq, M, D, not EVEN, TMA)
             lse = load_lse(LSE + head * Sq, rows, Sq)
             delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
             seen = tl.full([1, M], 1, tl.int1)
@@ -301,10 +307,10 @@ def dkv_kernel(
 
 @triton.jit
 def columns_dkv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, SEEN, FIRST, DK, DV,
+    Q, K, V, DOUT, LSE, DELTA, SEEN, FIRST, DK, DV, Q_MAP, DOUT_MAP,
     scale, N, Sq, C, nq, SEEN_WORDS, heads,
     BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    SPLIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Program (split, head, tile): a tile of columns against every SPLIT-th query block; dk, dv [SPLIT, B, N, C, D]."""
     tiles = SEEN_WORDS * 32 // T
@@ -313,11 +319,12 @@ def columns_dkv_kernel(
     tile = tl.program_id(0) % tiles
     b, n = head // N, head % N
     k, v = (
-        load_rows(K + head * C * D, tile * T, D, C, T, D, True),
-        load_rows(V + head * C * D, tile * T, D, C, T, D, True),
+        load_rows(K + head * C * D, tile * T, D, C, T, D, False),
+        load_rows(V + head * C * D, tile * T, D, C, T, D, False),
     )
     Q += b * Sq * N * D + n * D
     DOUT += b * Sq * N * D + n * D
+    row0, column = (b * Sq).to(tl.int32), (n * D).to(tl.int32)
     dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
     begin = tl.load(FIRST + head * tiles + tile) + split.to(tl.int32)
     steps = tl.maximum(tl.cdiv(nq - begin, SPLIT), 0) * (BLOCK // M)
@@ -326,8 +333,8 @@ def columns_dkv_kernel(
         row = i * BLOCK + (t % (BLOCK // M)) * M
         rows = row + tl.arange(0, M)
         seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, tile * T, T)
-        q = load_rows(Q, row, N * D, Sq, M, D, not EVEN)
-        dout = load_rows(DOUT, row, N * D, Sq, M, D, not EVEN)
+        q = tile_of(Q_MAP, Q, row0, column, row, N * D, Sq, M, D, not EVEN, TMA)
+        dout = tile_of(DOUT_MAP, DOUT, row0, column, row, N * D, Sq, M, D, not EVEN, TMA)
         lse = load_lse(LSE + head * Sq, rows, Sq)
         delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
         dk, dv = add_dkv(q, dout, k, v, lse, delta, seen[:, None], dk, dv, scale, True, PRECISION)
