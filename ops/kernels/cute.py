@@ -12,17 +12,12 @@ group and copies alone. Rounding: out and the gradients of one ring step are rou
 fp32. The backward pass adds into dQ in any order.
 """
 
-import functools
-
-import cutlass
 import torch
-from cutlass import cute
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from flash_attn.cute.utils import scalar_to_ssa
 
 from mtraining_nns.ops.index import COLUMN_TILE
-from mtraining_nns.ops.kernels import cute_lists, triton_blocks
+from mtraining_nns.ops.kernels import cute_lists, cute_mask, triton_blocks
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
 from mtraining_nns.ops.merge import Partial
 
@@ -37,7 +32,7 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     else:
         group = q.shape[2] // keys.k.shape[2]
         lists = cute_lists.by_query(keys.blocks, _tiles(keys), group)
-        keys, how = _extended(keys, copies=1), _sparse(lists, keys, group, copies=1)
+        keys, how = _extended(keys, copies=1), _sparse(lists, keys, q, cute_mask.forward_mask(group))
     out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, **how)
     dtype = out_dtype or torch.float32
     return Partial(out.to(dtype), lse) if carry is None else triton_blocks.merge(carry, Partial(out, lse), dtype)
@@ -51,7 +46,8 @@ def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
     else:
         copies = 1 if keys.columns is None else _copies(q.shape[1])
         lists = cute_lists.by_key(keys.blocks, _tiles(keys), group, copies)
-        extended, how = _extended(keys, copies), _sparse(lists, keys, group, copies)
+        mask = cute_mask.backward_mask(group, copies, q.shape[3])
+        extended, how = _extended(keys, copies), _sparse(lists, keys, q, mask)
         first = extended.k.shape[1] - keys.k.shape[1]
     dkv = torch.empty(2, *extended.k.shape, dtype=q.dtype, device=q.device)
     dq, *_ = _flash_attn_bwd(
@@ -110,39 +106,10 @@ def _column_grads(grads, keys: Keys, copies: int):
     return summed.permute(0, 1, 5, 2, 3, 4, 6).flatten(4, 5).flatten(2, 3)
 
 
-def _sparse(lists: cute_lists.MaskFull, keys: Keys, group: int, copies: int) -> dict:
-    heads = keys.k.shape[0], keys.k.shape[2] * group
-    mask, full = ([x.expand(*heads, *x.shape[2:]) for x in some] for some in lists)
-    has_columns = keys.columns is not None
+def _sparse(lists: cute_lists.MaskFull, keys: Keys, q, mask: cute_mask.Mask) -> dict:
+    partly, whole = ([x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in some] for some in lists)
     return {
-        "block_sparse_tensors": BlockSparseTensorsTorch(*mask, *full, block_size=(BLOCK, BLOCK)),
-        "mask_mod": _columns_and_diagonal(group, copies) if has_columns else _diagonal,
-        "aux_tensors": [keys.columns.tiles.bits] if has_columns else None,
+        "block_sparse_tensors": BlockSparseTensorsTorch(*partly, *whole, block_size=(BLOCK, BLOCK)),
+        "mask_mod": mask,
+        "aux_tensors": None if keys.columns is None else [keys.columns.tiles.bits],
     }
-
-
-@cute.jit
-def _diagonal(batch, head, q_idx, kv_idx, seqlen_info, aux):
-    # both blocks start at the same token, so places inside the block compare as positions do
-    return scalar_to_ssa((q_idx[0] & 127) >= (kv_idx[0] & 127), cutlass.Boolean)
-
-
-@functools.cache
-def _columns_and_diagonal(group: int, copies: int):
-    """The mask function of extended keys; aux[0] holds the column bits, int32 [B, N, nq, words]."""
-    shift = copies.bit_length() - 1
-
-    @cute.jit
-    def mask(batch, head, q_idx, kv_idx, seqlen_info, aux):
-        bits, q, kv = aux[0], q_idx[0], kv_idx[0]
-        member_words = bits.shape[3] << shift
-        word = kv >> 5
-        is_column = word < group * member_words
-        word = word - head[0] % group * member_words
-        word = ((word >> (2 + shift)) << 2) | (word & 3)  # the copies of a tile share its bits
-        word = word if is_column else 0
-        seen = ((bits[batch[0], head[0], q >> 7, word] >> (kv & 31)) & 1) != 0
-        causal = (q & 127) >= (kv & 127)
-        return scalar_to_ssa(seen if is_column else causal, cutlass.Boolean)
-
-    return mask

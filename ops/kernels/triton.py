@@ -30,8 +30,8 @@ class Tiles(NamedTuple):
 TILES = {
     ("forward", 64): Tiles(128, 128, 4, 3),
     ("forward", 128): Tiles(128, 128, 8, 2),
-    ("dq", 64): Tiles(64, 64, 4, 2),
-    ("dq", 128): Tiles(128, 128, 8, 2),
+    ("dq", 64): Tiles(64, 128, 4, 2),
+    ("dq", 128): Tiles(64, 64, 4, 2),
     ("dkv", 64): Tiles(64, 64, 4, 3),
     ("dkv", 128): Tiles(64, 64, 4, 2),
 }

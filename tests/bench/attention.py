@@ -1,6 +1,6 @@
 """Time of sparse attention, one aligned row a case and backend.
 
-    python tests/bench/attention.py                    the standard pattern: S = 131072, 16/2 heads, d 128
+    python tests/bench/attention.py                    the standard pattern at S = 131072
     python tests/bench/attention.py --grid             lengths, heads, head dims and densities
     python tests/bench/attention.py --ring             local shapes of a ring: 16K queries against 16K keys
     python tests/bench/attention.py --short            8K and 16K, all densities, against the dense operator
@@ -170,9 +170,9 @@ def report(shape: Shape, index: DistanceIndex, label: str = "") -> None:
 
 
 def standard() -> None:
-    shape = Shape()
-    report(shape, standard_index(shape.seq_len, shape.heads))
-    index_cost(shape)
+    for shape in (Shape(), Shape(131072, 9, 3, 64), Shape(131072, 32, 8, 64)):
+        report(shape, standard_index(shape.seq_len, shape.heads))
+    index_cost(Shape())
 
 
 def index_cost(shape: Shape) -> None:
