@@ -31,7 +31,7 @@ from mtraining_nns.ops.ring import Exchange, Ring
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash}
-WORKSPACE_BYTES = 1 << 30  # lists and workspaces of the heads that are treated at once
+WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
 
 
 class Operator:
@@ -257,8 +257,7 @@ def _backward(q, k, v, tape: Tape, call: Call):
         home.wait()  # one hop more brings the sums to the owner
         dkv = arriving
     if found is not None:
-        dkv = dkv.float()
-        Columns(call.index.columns, *call.place).scatter_add(found.float(), *dkv)
+        Columns(call.index.columns, *call.place).scatter_add(found.float(), dkv)
     return dq, *dkv
 
 

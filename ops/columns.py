@@ -32,14 +32,20 @@ class Columns:
         kv = torch.stack([self._rows(k), self._rows(v)])
         return self.ring.sum(kv * self.mine[..., None].to(kv.dtype))
 
-    def scatter_add(self, grads: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add the ring's sum of fp32 [2, B, N, C, D] into the owners' rows of dk and dv, [B, S, H, D]."""
-        grads = self.ring.sum(grads) * self.mine[..., None]
-        group = self.row.shape[1] // dk.shape[2]
+    def scatter_add(self, grads: torch.Tensor, dkv: torch.Tensor) -> None:
+        """Add the ring's sum of fp32 [2, B, N, C, D] into the owners' rows of dkv [2, B, S, H, D]."""
+        grads = self.ring.sum(grads)
+        if dkv.is_cuda and dkv.shape[-1].bit_count() == 1:
+            from mtraining_nns.ops.kernels.triton_columns import add_rows
+
+            add_rows(grads, self.row, self.mine, dkv)
+            return
+        grads = grads * self.mine[..., None]
+        group = self.row.shape[1] // dkv.shape[3]
         # heads of one kv group share tokens: one head of each group at a time, so no row is added to twice at once
         for member in range(group):
-            row = self.row[:, member::group].transpose(1, 2)[..., None].expand(-1, -1, -1, dk.shape[-1])
-            for grad, total in zip(grads, (dk, dv), strict=True):
+            row = self.row[:, member::group].transpose(1, 2)[..., None].expand(-1, -1, -1, dkv.shape[-1])
+            for grad, total in zip(grads, dkv, strict=True):
                 total.scatter_add_(1, row, grad[:, member::group].transpose(1, 2))
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:

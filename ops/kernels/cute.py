@@ -22,7 +22,8 @@ from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_b
 from mtraining_nns.ops.merge import Partial
 
 BLOCK = 128
-QUERIES_PER_COPY = 256  # query blocks that one program of the backward pass takes of a column tile
+QUERIES_PER_COPY = 128  # query blocks that one program of the backward pass takes of a column tile
+MOST_COPIES = 8
 
 
 def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
@@ -80,7 +81,7 @@ def _tiles(keys: Keys):
 
 def _copies(length: int) -> int:
     """Programs that share a column tile's queries, a power of two; a tile sees thousands, a key block some dozens."""
-    return 1 << max(0, (length // BLOCK // QUERIES_PER_COPY).bit_length() - 1)
+    return min(MOST_COPIES, 1 << max(0, (length // BLOCK // QUERIES_PER_COPY).bit_length() - 1))
 
 
 def _extended(keys: Keys, copies: int) -> Keys:
