@@ -72,6 +72,7 @@ class Ring:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ring, in place."""
         if self.world > 1:
+            assert x.is_contiguous(), "collectives take contiguous tensors"
             dist.all_reduce(x, group=self.group)
         return x
 

@@ -10,7 +10,7 @@ local band and the main diagonal are added after the budgets. Source: MTraining,
 
 Columns are chosen from each rank's own best `cap`, which contain the global best `cap`. Bins are summed over the ring
 before the budget, since one diagonal crosses all ranks. Ties go to the earlier key and the shorter distance. Nothing
-waits for the device. Peak memory is a few fp32 tensors of last_q x local length.
+waits for the device. On a GPU the weights are never held: two passes over the keys, `ops/kernels/triton_estimate.py`.
 """
 
 import torch
@@ -19,7 +19,8 @@ from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
 from mtraining_nns.ops.patterns import Place
 
-CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating
+CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating in torch
+HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels do
 
 
 def build(q, k, place: Place, config: AttentionConfig, scale: float) -> DistanceIndex:
@@ -38,29 +39,66 @@ def masses(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[t
     """
     layout, ring = place
     queries, rows = _last_queries(q, place, config.last_q)
+    estimate = _by_kernels if k.is_cuda and k.shape[3] in HEAD_DIMS else _by_torch
+    columns, sums = estimate(queries, k.contiguous(), rows, place, scale)
     keys = layout.positions(ring.rank, q.device)[: k.shape[1]]
-    lse = torch.cat([torch.logsumexp(s, -1) for _, s in _scores(queries, k, rows, keys, scale)], 1)
-    lse = torch.logsumexp(torch.stack(ring.gather(lse)), 0)
-    columns = torch.full((q.shape[0], q.shape[2], k.shape[1]), -1.0, device=q.device)
-    bins = torch.zeros(q.shape[0], q.shape[2], layout.global_blocks + 1, device=q.device)
-    pooling = _Pooling(rows, layout.block_starts(ring.rank, q.device), config.block)
+    if layout.padded_len != layout.seq_len:
+        columns.masked_fill_(keys >= layout.seq_len, -1.0)
+    return columns, ring.sum(_pooled(sums, rows, place))[..., :-1]
+
+
+def _by_kernels(queries, k, rows: range, place: Place, scale: float):
+    """(columns, sums of each run and key block), see `_by_torch`."""
+    from mtraining_nns.ops.kernels import triton_estimate
+
+    layout, ring = place
+    where = layout.block_starts(ring.rank, k.device)[: -(-k.shape[1] // layout.block)], layout.block, rows, scale
+    lse = _over_the_ring(triton_estimate.local_lse(queries, k, *where), ring)
+    return triton_estimate.local_masses(queries, k, *where, lse)
+
+
+def _by_torch(queries, k, rows: range, place: Place, scale: float):
+    """(columns fp32 [B, N, S_local], sums fp32 [runs, 2, B, N, local blocks]).
+
+    sums: for each run, the last queries of one query block, and each key block the weight at the near and at the far of
+    the two distances in blocks that they are apart.
+    """
+    layout, ring = place
+    queries, keys = queries.float(), layout.positions(ring.rank, k.device)[: k.shape[1]]
+    local = torch.cat([torch.logsumexp(s, -1) for _, s in _scores(queries, k, rows, keys, scale)], 1)
+    lse = _over_the_ring(local, ring)
+    block, runs = layout.block, _runs(rows, layout.block)
+    offsets = torch.arange(rows.start, rows.stop, device=k.device) % block
+    near = (torch.arange(block, device=k.device) <= offsets[:, None]).float()
+    shape = queries.shape[0], queries.shape[2]
+    columns = torch.empty(*shape, k.shape[1], device=k.device)
+    sums = torch.empty(len(runs), 2, *shape, -(-k.shape[1] // block), device=k.device)
     for heads, scores in _scores(queries, k, rows, keys, scale):
         weights = torch.exp(scores - lse[:, heads, :, None])
         columns[:, heads] = weights.sum(2)
-        pooling.add(weights, bins[:, heads])
-    columns.masked_fill_(keys >= layout.seq_len, -1.0)
-    return columns, ring.sum(bins)[..., :-1]
+        blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % block)).unflatten(-1, (-1, block))
+        low, total = torch.einsum("bhqjt,qt->bhqj", blocks, near), blocks.sum(-1)
+        for run, (_, part) in enumerate(runs):
+            sums[run, 0, :, heads] = low[:, :, part].sum(2)
+            sums[run, 1, :, heads] = (total - low)[:, :, part].sum(2)
+    return columns, sums
+
+
+def _over_the_ring(lse, ring):
+    """Log-sum-exp over all ranks' keys."""
+    return torch.logsumexp(torch.stack(ring.gather(lse)), 0) if ring.world > 1 else lse
 
 
 def _last_queries(q, place: Place, last_q: int) -> tuple[torch.Tensor, range]:
-    """fp32 [B, L, N, D] of the last real queries, whole on every rank, and their global positions."""
+    """[B, L, N, D] of the last real queries, whole on every rank, and their global positions."""
     layout, ring = place
-    first = max(0, layout.seq_len - last_q)
-    rows = torch.arange(first, layout.seq_len, device=q.device)
-    owner, local = layout.locate(rows)
+    rows = range(max(0, layout.seq_len - last_q), layout.seq_len)
+    if ring.world == 1:
+        return q[:, rows.start : rows.stop].contiguous(), rows
+    owner, local = layout.locate(torch.arange(rows.start, rows.stop, device=q.device))
     mine = owner == ring.rank
     found = q[:, torch.where(mine, local, 0)].float() * mine[:, None, None]
-    return ring.sum(found), range(first, layout.seq_len)
+    return ring.sum(found).to(q.dtype), rows  # one rank gave each row, the others zeros: nothing is rounded
 
 
 def _scores(queries, k, rows, keys, scale):
@@ -77,33 +115,31 @@ def _scores(queries, k, rows, keys, scale):
             yield heads, scores.mul_(scale).masked_fill_(later, -torch.inf)
 
 
-class _Pooling:
-    """Sums attention weights along diagonals into bins of `block` distances.
+def _runs(rows: range, block: int) -> list[tuple[int, slice]]:
+    """(query block, its part of the last queries)."""
+    runs = []
+    for query_block in range(rows.start // block, (rows.stop - 1) // block + 1):
+        first, last = max(rows.start, query_block * block), min(rows.stop, (query_block + 1) * block)
+        runs.append((query_block, slice(first - rows.start, last - rows.start)))
+    return runs
+
+
+def _pooled(sums, rows: range, place: Place):
+    """fp32 [B, N, n + 1]: weights along diagonals in bins of `block` distances, of this rank's keys; the last is empty.
 
     Query p = i * block + o and key c = j * block + b have distance (i - j) * block + o - b: bin i - j where b <= o, bin
     i - j - 1 elsewhere. So each key block of a query splits into two bins, and queries of one block i share them.
     """
-
-    def __init__(self, rows: range, starts: torch.Tensor, block: int):
-        self.block, self.blocks = block, starts.long() // block
-        self.runs = {}  # query block -> its part of the last queries
-        for query_block in range(rows.start // block, (rows.stop - 1) // block + 1):
-            first, last = max(rows.start, query_block * block), min(rows.stop, (query_block + 1) * block)
-            self.runs[query_block] = slice(first - rows.start, last - rows.start)
-        offsets = torch.arange(rows.start, rows.stop, device=starts.device) % block
-        self.near = (torch.arange(block, device=starts.device) <= offsets[:, None]).float()
-
-    def add(self, weights: torch.Tensor, bins: torch.Tensor) -> None:
-        """Add weights [B, h, L, S_local] into bins [B, h, n + 1]; the last bin collects nothing."""
-        weights = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % self.block)).unflatten(-1, (-1, self.block))
-        low, total = torch.einsum("bhqjt,qt->bhqj", weights, self.near), weights.sum(-1)
-        last = bins.shape[-1] - 1
-        for block, run in self.runs.items():
-            distance = block - self.blocks
-            # a key block later than the query holds no weight; every target bin occurs once, so the sum has one order
-            bins.index_add_(-1, torch.where(distance >= 0, distance, last), low[:, :, run].sum(2))
-            high = (total - low)[:, :, run].sum(2)
-            bins.index_add_(-1, torch.where(distance >= 1, distance - 1, last), high)
+    layout, ring = place
+    blocks = layout.block_starts(ring.rank, sums.device)[: sums.shape[-1]].long() // layout.block
+    spare = layout.global_blocks  # a key block later than the query holds no weight
+    bins = torch.zeros(*sums.shape[2:4], spare + 1, device=sums.device)
+    for (query_block, _), (low, high) in zip(_runs(rows, layout.block), sums, strict=True):
+        distance = query_block - blocks
+        # every target bin occurs once in an addition, so the sum has one order
+        bins.index_add_(-1, torch.where(distance >= 0, distance, spare), low)
+        bins.index_add_(-1, torch.where(distance >= 1, distance - 1, spare), high)
+    return bins
 
 
 def _slashes(bins, seq_len: int, config: AttentionConfig):
@@ -123,23 +159,35 @@ def _columns(mass, place: Place, config: AttentionConfig):
     """(position int32 [B, N, C], count int32 [B, N], capped int32): the kept columns of the ring and the sinks."""
     layout, ring = place
     cap, sinks = min(config.cap, layout.seq_len), min(config.sinks, layout.seq_len)
-    order, best = _descending(mass)
-    order, best = order[..., :cap], best[..., :cap]
-    position = layout.positions(ring.rank, mass.device)[order]
-    best, position = (torch.cat(ring.gather(x), -1) for x in (best, position))
-    by_position = position.argsort(-1)  # ties of mass then go to the earlier key on any number of ranks
-    best, position = best.gather(-1, by_position), position.gather(-1, by_position)
-    order, best = _descending(best)
-    order, best = order[..., :cap], best[..., :cap]
+    ranked = _largest(_ranked(mass, layout.positions(ring.rank, mass.device)[: mass.shape[-1]]), cap)
+    if ring.world > 1:  # each rank's own best contain the best of all
+        ranked = _largest(torch.cat(ring.gather(ranked), -1), cap)
+    best, position = _unranked(ranked)
     # the weights of a query sum to one, so the total mass is the number of queries
     total = torch.full_like(best[..., :1], min(config.last_q, layout.seq_len))
     kept = _within_budget(best, total, config.p_v, config.k_v, config)
     capped = _short_of_budget(best, total, layout.seq_len, config)
-    position = position.gather(-1, order)
     position = torch.where(kept & (best >= 0) & (position >= sinks), position, NO_COLUMN)
-    leading = torch.arange(sinks, device=mass.device).expand(*mass.shape[:2], -1)
-    position = torch.cat([leading, position], -1).sort(-1).values.to(torch.int32)
+    leading = torch.arange(sinks, dtype=torch.int32, device=mass.device).expand(*mass.shape[:2], -1)
+    position = torch.cat([leading, position], -1).sort(-1).values
     return position, (position != NO_COLUMN).sum(-1, dtype=torch.int32), capped
+
+
+def _ranked(mass, position):
+    """int64 whose order is: larger mass first, then earlier position; negative masses (padding) come last.
+
+    The bits of non-negative floats are ordered like the floats.
+    """
+    return (mass.view(torch.int32).long() << 32) | (0xFFFFFFFF - position)
+
+
+def _unranked(ranked):
+    """(mass fp32, position int32)."""
+    return (ranked >> 32).to(torch.int32).view(torch.float32), (0xFFFFFFFF - (ranked & 0xFFFFFFFF)).to(torch.int32)
+
+
+def _largest(ranked, count: int):
+    return ranked.topk(min(count, ranked.shape[-1]), sorted=True).values
 
 
 def _descending(mass):
