@@ -8,6 +8,7 @@ from helpers import make_qkv, rms_ratio
 
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN
+from mtraining_nns.ops.kernels import triton_budgets
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
@@ -117,19 +118,69 @@ def chosen_plainly(mass, seq_len, config) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("ties", ["none", "some", "all"])
-def test_columns_are_what_a_plain_sort_chooses(settings, ties):
+@pytest.mark.parametrize("by", ["torch", "kernels", "kernels of a ring"])
+def test_columns_are_what_a_plain_sort_chooses(settings, ties, by):
     config = AttentionConfig(block=16, **{"last_q": 8, "sinks": 3, **settings})
     mass = torch.rand(2, 3, 100, generator=torch.Generator().manual_seed(1))
     mass = {"none": mass, "some": (mass * 5).round() / 5, "all": torch.ones_like(mass)}[ties]
     mass = mass / mass.sum(-1, keepdim=True) * 8
     place = Place(Layout(seq_len=100, block=16), Ring.single())
     padded = torch.nn.functional.pad(mass, (0, 12), value=-1.0)  # padding is never chosen
-    position, count, _ = vertical_slash._columns(padded, place, config)
+    device = "cuda" if by != "torch" and torch.cuda.is_available() else "cpu"
+    if by == "torch":
+        position, count, capped = vertical_slash._columns(padded, place, config)
+    else:
+        if by == "kernels of a ring":  # two ranks that hold alternate blocks
+            halves = [Layout(seq_len=100, world=2, block=16).positions(rank) for rank in range(2)]
+            full = torch.nn.functional.pad(mass, (0, 28), value=-1.0)
+            cap = min(config.cap, 100)
+            ranks = [vertical_slash._largest(vertical_slash._ranked(full[..., x], x), cap).to(device) for x in halves]
+            ring = SimpleNamespace(rank=0, world=2, gather=lambda own: ranks)
+            place, padded = Place(Layout(seq_len=100, world=2, block=16), ring), full[..., halves[0]]
+        position, count, capped = vertical_slash._columns_by_kernels(
+            padded.to(device), place, config, min(config.cap, 100), min(config.sinks, 100)
+        )
+        expected = vertical_slash._columns(
+            torch.nn.functional.pad(mass, (0, 12), value=-1.0),
+            Place(Layout(seq_len=100, block=16), Ring.single()),
+            config,
+        )
+        assert capped.item() == expected[2].item()
     for b in range(2):
         for n in range(3):
             expected = chosen_plainly(mass[b, n].tolist(), 100, config)
             assert position[b, n, : count[b, n]].tolist() == expected
             assert (position[b, n, count[b, n] :] == NO_COLUMN).all()
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    "settings", [{"p_s": 0.4}, {"p_s": 1.0}, {"budget": "fixed", "k_s": 3}, {"p_s": 0.9, "local": 40}]
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_slashes_are_what_a_plain_sort_chooses(device, settings, ties):
+    config = AttentionConfig(block=16, **{"local": 0, **settings})
+    bins = torch.rand(2, 3, 12, generator=torch.Generator().manual_seed(2))
+    bins = (bins * 4).round() if ties else bins
+    bins[..., 10:] = 0  # blocks of padding
+    expected = vertical_slash._slashes(bins, 160, config)
+    near = -(-config.local // 16)
+    budget = config.k_s if config.budget == "fixed" else None
+    bins = bins.to(device)
+    kept = triton_budgets.slashes(bins, used=10, share=config.p_s, budget=budget, near=near)
+    assert kept.dtype == torch.bool
+    for b in range(2):
+        for n in range(3):
+            order = sorted(range(10), key=lambda i: (-bins[b, n, i].item(), i))
+            chosen, reached, total = set(range(near)), 0.0, bins[b, n, :10].double().sum().item()
+            for rank, i in enumerate(order):
+                if rank >= config.k_s if budget else config.p_s < 1.0 and reached >= config.p_s * total:
+                    break
+                reached += bins[b, n, i].double().item()
+                chosen.add(i)
+            assert kept[b, n].nonzero()[:, 0].tolist() == sorted(chosen)
+            hit = {0} | chosen | {i + 1 for i in chosen if i < 11}
+            assert expected[b, n].nonzero()[:, 0].tolist() == sorted(hit)
 
 
 @pytest.mark.gpu

@@ -62,6 +62,22 @@ def lse_kernel(
 
 
 @triton.jit
+def combine_kernel(PARTS, LSE, L, parts, row_tiles, ROWS: tl.constexpr):
+    """Log-sum-exp over the parts."""
+    head = (tl.program_id(0) // row_tiles).to(tl.int64)
+    rows = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
+    m, l = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    for part in range(0, parts):
+        x = tl.load(PARTS + (head * parts + part) * L + rows, mask=rows < L, other=float("-inf"))
+        m_next = tl.maximum(m, x)
+        m_safe = tl.where(m_next == float("-inf"), 0.0, m_next)
+        l = l * tl.exp(m - m_safe) + tl.exp(x - m_safe)
+        m = m_next
+    lse = tl.where(l == 0.0, float("-inf"), m + tl.log(tl.where(l == 0.0, 1.0, l)))
+    tl.store(LSE + head * L + rows, lse, mask=rows < L)
+
+
+@triton.jit
 def masses_kernel(
     Q, K, K_STARTS, LSE, COLUMNS, SUMS, scale, N, H, S, L, first_row, parts, heads, blocks,
     BLOCK: tl.constexpr, T: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
@@ -107,12 +123,15 @@ def local_lse(queries, k, k_starts, block: int, rows: range, scale: float) -> to
     batch, length, heads = queries.shape[:3]
     part = max(PART, block)
     parts = triton.cdiv(k.shape[1], part)
-    lse = torch.empty(batch, heads, parts, length, device=k.device)
-    lse_kernel[(batch * heads * parts * triton.cdiv(length, ROWS),)](
-        queries, k, k_starts, lse, *_sizes(queries, k, rows, scale), parts, batch * heads,
+    found = torch.empty(batch, heads, parts, length, device=k.device)
+    lse = torch.empty(batch, heads, length, device=k.device)
+    row_tiles = triton.cdiv(length, ROWS)
+    lse_kernel[(batch * heads * parts * row_tiles,)](
+        queries, k, k_starts, found, *_sizes(queries, k, rows, scale), parts, batch * heads,
         **_flags(queries, block, part),
     )  # fmt: skip
-    return torch.logsumexp(lse, 2)
+    combine_kernel[(batch * heads * row_tiles,)](found, lse, length, parts, row_tiles, ROWS=ROWS)
+    return lse
 
 
 def local_masses(queries, k, k_starts, block: int, rows: range, scale: float, lse) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,10 +143,10 @@ def local_masses(queries, k, k_starts, block: int, rows: range, scale: float, ls
         raise ValueError(f"last_q={len(rows)} spans {runs} blocks of {block}; lower it to at most {15 * block + 1}")
     parts, blocks = triton.cdiv(k.shape[1], part), len(k_starts)
     columns = torch.empty(batch, heads, k.shape[1], device=k.device)
-    sums = torch.zeros(runs, 2, batch, heads, blocks, device=k.device)
+    sums = torch.empty(runs, 2, batch, heads, blocks, device=k.device)
     masses_kernel[(batch * heads * parts,)](
         queries, k, k_starts, lse, columns, sums, *_sizes(queries, k, rows, scale), parts, batch * heads, blocks,
-        RUNS=runs, **_flags(queries, block, part),
+        RUNS=runs, num_warps=8, **_flags(queries, block, part),
     )  # fmt: skip
     return columns, sums
 

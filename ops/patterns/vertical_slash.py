@@ -144,13 +144,19 @@ def _pooled(sums, rows: range, place: Place):
 
 def _slashes(bins, seq_len: int, config: AttentionConfig):
     """bool [B, N, n]: kept block diagonals."""
-    num_bins = -(-seq_len // config.block)  # padding adds blocks, not bins
-    order, mass = _descending(bins[..., :num_bins])
-    kept = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, config.k_s, config)
-    near = torch.arange(bins.shape[-1], device=bins.device) < -(-config.local // config.block)
-    hit = near.expand(bins.shape).clone()
-    hit[..., :num_bins] |= torch.zeros_like(kept).scatter_(-1, order, kept)
-    hit[..., 1:] |= hit[..., :-1].clone()
+    num_bins, near = -(-seq_len // config.block), -(-config.local // config.block)  # padding adds blocks, not bins
+    if bins.is_cuda:
+        from mtraining_nns.ops.kernels import triton_budgets
+
+        budget = config.k_s if config.budget == "fixed" else None
+        kept = triton_budgets.slashes(bins.contiguous(), used=num_bins, share=config.p_s, budget=budget, near=near)
+    else:
+        order, mass = _descending(bins[..., :num_bins])
+        kept = (torch.arange(bins.shape[-1], device=bins.device) < near).expand(bins.shape).clone()
+        chosen = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, config.k_s, config)
+        kept[..., :num_bins] |= torch.zeros_like(chosen).scatter_(-1, order, chosen)
+    hit = kept.clone()
+    hit[..., 1:] |= kept[..., :-1]
     hit[..., 0] = True
     return hit
 
@@ -159,9 +165,9 @@ def _columns(mass, place: Place, config: AttentionConfig):
     """(position int32 [B, N, C], count int32 [B, N], capped int32): the kept columns of the ring and the sinks."""
     layout, ring = place
     cap, sinks = min(config.cap, layout.seq_len), min(config.sinks, layout.seq_len)
-    ranked = _largest(_ranked(mass, layout.positions(ring.rank, mass.device)[: mass.shape[-1]]), cap)
-    if ring.world > 1:  # each rank's own best contain the best of all
-        ranked = _largest(torch.cat(ring.gather(ranked), -1), cap)
+    if mass.is_cuda:
+        return _columns_by_kernels(mass, place, config, cap, sinks)
+    ranked = _best_of_the_ring(mass, place, cap)
     best, position = _unranked(ranked)
     # the weights of a query sum to one, so the total mass is the number of queries
     total = torch.full_like(best[..., :1], min(config.last_q, layout.seq_len))
@@ -171,6 +177,40 @@ def _columns(mass, place: Place, config: AttentionConfig):
     leading = torch.arange(sinks, dtype=torch.int32, device=mass.device).expand(*mass.shape[:2], -1)
     position = torch.cat([leading, position], -1).sort(-1).values
     return position, (position != NO_COLUMN).sum(-1, dtype=torch.int32), capped
+
+
+def _columns_by_kernels(mass, place: Place, config: AttentionConfig, cap: int, sinks: int):
+    """The same without a sort: only the crossing mass is searched for, and masses are walked in order of position."""
+    from mtraining_nns.ops.kernels import triton_budgets
+
+    position = None
+    if place.ring.world > 1:
+        best, position = _unranked(_best_of_the_ring(mass, place, cap))
+        position, order = position.sort(-1)
+        mass = best = best.gather(-1, order)
+    elif mass.shape[-1] > cap:
+        best = mass.topk(cap, sorted=False).values
+    else:
+        best = mass
+    fixed, total = config.budget == "fixed", min(config.last_q, place.layout.seq_len)
+    position, count, short = triton_budgets.columns(
+        mass,
+        best,
+        position,
+        wanted=float("inf") if fixed or config.p_v == 1.0 else config.p_v * total,
+        most=min(cap, config.k_v) if fixed else cap,
+        sinks=sinks,
+        width=sinks + cap,
+    )
+    capped = _short_of_wish(count, place.layout.seq_len, config)
+    return position, count, short.sum(dtype=torch.int32) if capped is None else capped
+
+
+def _best_of_the_ring(mass, place: Place, cap: int):
+    """Ranks (see `_ranked`) of the largest `cap` masses of all ranks, descending; each rank's own best contain them."""
+    layout, ring = place
+    ranked = _largest(_ranked(mass, layout.positions(ring.rank, mass.device)[: mass.shape[-1]]), cap)
+    return _largest(torch.cat(ring.gather(ranked), -1), cap) if ring.world > 1 else ranked
 
 
 def _ranked(mass, position):
@@ -209,7 +249,16 @@ def _within_budget(mass, total, share: float, budget: int, config: AttentionConf
 
 def _short_of_budget(best, total, seq_len: int, config: AttentionConfig):
     """int32 scalar: heads that wanted more columns than the cap allows. best: masses of the columns within the cap."""
-    if config.budget == "fixed" or config.p_v == 1.0:
-        wanted = config.k_v if config.budget == "fixed" else seq_len
-        return torch.full((), best[..., 0].numel() * (min(wanted, seq_len) > config.cap), dtype=torch.int32)
+    certain = _short_of_wish(best, seq_len, config)
+    if certain is not None:
+        return certain
     return (best.clamp_min(0).sum(-1, keepdim=True) < config.p_v * total).sum(dtype=torch.int32)
+
+
+def _short_of_wish(heads, seq_len: int, config: AttentionConfig):
+    """The same where the wish is a number of columns, else None. heads: any tensor [B, N, ..]."""
+    if config.budget != "fixed" and config.p_v < 1.0:
+        return None
+    wanted = config.k_v if config.budget == "fixed" else seq_len
+    many = heads.shape[0] * heads.shape[1] * (min(wanted, seq_len) > config.cap)
+    return torch.full((), many, dtype=torch.int32)
