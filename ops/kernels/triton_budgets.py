@@ -115,9 +115,9 @@ def slashes_kernel(
 def columns(mass, best, position, *, wanted: float, most: int, sinks: int, width: int):
     """(position int32 [B, N, width], count int32 [B, N], short of the wish int32 [B, N]).
 
-    mass: fp32 [B, N, M] in ascending order of position, which is int32 [B, N, M], or the place itself if None. best: its
-    largest entries in any order, `most` or more of them where there are as many. Kept are the fewest largest that reach
-    `wanted`, at most `most`, and the first `sinks` positions.
+    mass: fp32 [B, N, M] in ascending order of position, which is int32 [B, N, M], or the place itself if None.
+    best: its largest entries in any order, `most` or more of them where there are as many.
+    Kept are the fewest largest that reach `wanted`, at most `most`, and the first `sinks` positions.
     """
     batch, heads, length = mass.shape
     out = torch.empty(batch, heads, width, dtype=torch.int32, device=mass.device)

@@ -7,9 +7,9 @@
     python tests/bench/attention.py --sweep            tile sizes, to choose the table in ops/kernels/triton.py
 
 Forward and backward are the operator's own passes with the index given: block lists, the gathering of columns and
-every cast are inside. Index is what comes before: the estimate and its budgets. TFLOP/s count 4 * D * kept pairs forward
-and 2.5 times that backward; `dense` is FlashAttention-4's causal attention in the same run, `limit` the same kept
-pairs at its rate. Times are medians of CUDA events. Errors are RMS ratios of out and dq
+every cast are inside. Index is what comes before: the estimate and its budgets. TFLOP/s count 4 * D * kept pairs
+forward and 2.5 times that backward; `dense` is FlashAttention-4's causal attention in the same run,
+`limit` the same kept pairs at its rate. Times are medians of CUDA events. Errors are RMS ratios of out and dq
 against fp64 over sampled rows.
 """
 
@@ -199,28 +199,28 @@ def grid() -> None:
 
 def ring() -> None:
     """One hop of a striped ring of 8 over 128K: 16K queries against 16K keys of another rank."""
-    for shape in (Shape(), Shape(131072, 32, 8, 128)):
-        layout = Layout(seq_len=shape.seq_len, world=8, block=BLOCK)
-        index = standard_index(shape.seq_len, shape.heads)
-        q, k, v, dout = (x[:, : layout.local_len].contiguous() for x in shape.inputs())
-        starts = [layout.block_starts(rank, "cuda") for rank in (3, 1)]
-        pairs = block_lists(index, *starts, diagonal=False, both=False).by_query.count.sum().item() * BLOCK**2
-        flop = 4 * shape.dim * pairs / 1e9
-        for backend in backends():
-            module = kernels.load(backend)
+    for shape, backend in itertools.product((Shape(), Shape(131072, 32, 8, 128)), backends()):
+        hop(shape, backend)
 
-            def keys(both):
-                return Keys(k, v, block_lists(index, *starts, diagonal=False, both=both))
 
-            out, lse = module.forward(q, keys(False), scale=shape.dim**-0.5, out_dtype=q.dtype)
-            tape = Tape(dout, out, lse, shape.dim**-0.5)
-            carry, dq = (out.float(), lse), torch.zeros(q.shape, device="cuda")
-            ms = (
-                median_ms(lambda: module.forward(q, keys(False), scale=shape.dim**-0.5, carry=carry)),
-                median_ms(lambda: module.backward(q, keys(True), tape, carry=dq)),
-            )
-            rates = f"{flop / ms[0]:5.0f} {2.5 * flop / ms[1]:5.0f} TFLOP/s"
-            print(f"{shape}  hop 16K x 16K  {backend:8s} {ms[0]:8.3f} {ms[1]:8.3f}  {rates}", flush=True)
+def hop(shape: Shape, backend: str) -> None:
+    layout, module, scale = Layout(seq_len=shape.seq_len, world=8, block=BLOCK), kernels.load(backend), shape.dim**-0.5
+    index = standard_index(shape.seq_len, shape.heads)
+    q, k, v, dout = (x[:, : layout.local_len].contiguous() for x in shape.inputs())
+    starts = [layout.block_starts(rank, "cuda") for rank in (3, 1)]
+
+    def keys(both: bool) -> Keys:
+        return Keys(k, v, block_lists(index, *starts, diagonal=False, both=both))
+
+    out, lse = module.forward(q, keys(False), scale=scale, out_dtype=q.dtype)
+    tape, carry, dq = Tape(dout, out, lse, scale), (out.float(), lse), torch.zeros(q.shape, device="cuda")
+    ms = (
+        median_ms(lambda: module.forward(q, keys(False), scale=scale, carry=carry)),
+        median_ms(lambda: module.backward(q, keys(True), tape, carry=dq)),
+    )
+    flop = 4 * shape.dim * keys(False).blocks.by_query.count.sum().item() * BLOCK**2 / 1e9
+    rates = f"{flop / ms[0]:5.0f} {2.5 * flop / ms[1]:5.0f} TFLOP/s"
+    print(f"{shape}  hop 16K x 16K  {backend:8s} {ms[0]:8.3f} {ms[1]:8.3f}  {rates}", flush=True)
 
 
 def short() -> None:
