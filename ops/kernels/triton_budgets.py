@@ -69,7 +69,7 @@ def columns_kernel(
     kept, tied = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for first in range(0, S, CHUNK):
         places = first + tl.arange(0, CHUNK)
-        bits, _ = mass_bits(MASS + head * S, first, S, CHUNK)
+        bits, _mass = mass_bits(MASS + head * S, first, S, CHUNK)
         equal = (bits == threshold).to(tl.int32)
         rank = tied + tl.cumsum(equal, 0)
         position = places
@@ -96,16 +96,16 @@ def slashes_kernel(
     BINS, KEPT, share, budget, n, bins, near, FIXED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
-    total, _ = above(BINS + head * n, bins, 0, CHUNK)
+    total, _number = above(BINS + head * n, bins, 0, CHUNK)
     wanted = total * share
     most = bins
     if FIXED:
         wanted, most = total * 0.0 + float("inf"), tl.minimum(budget, bins)
-    threshold, ties, _ = crossing(BINS + head * n, bins, wanted, most, CHUNK)
+    threshold, ties, _sum = crossing(BINS + head * n, bins, wanted, most, CHUNK)
     tied = tl.full([], 0, tl.int32)
     for first in range(0, n, CHUNK):
         places = first + tl.arange(0, CHUNK)
-        bits, _ = mass_bits(BINS + head * n, first, bins, CHUNK)
+        bits, _mass = mass_bits(BINS + head * n, first, bins, CHUNK)
         equal = (bits == threshold).to(tl.int32)
         kept = (bits > threshold) | ((equal != 0) & (tied + tl.cumsum(equal, 0) <= ties)) | (places < near)
         tl.store(KEPT + head * n + places, kept.to(tl.int8), mask=places < n)
