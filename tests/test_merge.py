@@ -101,3 +101,5 @@ def test_the_kernel_does_the_same(dtype):
         alone = triton_blocks.merge(one, other, torch.float32)
         assert torch.equal(alone.out, a.out) and torch.equal(alone.lse, a.lse)
     assert triton_blocks.merge(a, b, torch.float16).out.dtype == torch.float16
+    turned = Partial(b.out.transpose(1, 2).contiguous().transpose(1, 2), b.lse)  # dense, in another order
+    assert torch.equal(triton_blocks.merge(a, turned, torch.float32).out, got.out)

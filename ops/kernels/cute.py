@@ -72,6 +72,8 @@ def workspace_bytes(q, k, block: int, columns: int) -> int:
 
 def _causal(keys: Keys) -> bool:
     """Everything up to the diagonal: no list needed."""
+    if keys.blocks.row_bits is not None:
+        raise ValueError("the cute backend knows no row bits; use attention.backend=triton")
     return keys.blocks.dense and keys.blocks.diagonal and keys.columns is None
 
 

@@ -361,13 +361,18 @@ def merge_kernel(OUT_A, LSE_A, OUT_B, LSE_B, OUT, LSE, S, N, M: tl.constexpr, D:
     out_b = load_rows(OUT_B + own, tile * M, N * D, S, M, D, True).to(tl.float32)
     out = out_a * (weight_a * share)[:, None] + out_b * (weight_b * share)[:, None]
     store_rows(OUT + own, tile * M, N * D, S, out, M, D)
-    tl.store(LSE + head * S + rows, tl.where(total == 0.0, float("-inf"), top + tl.log(total)), mask=rows < S)
+    tl.store(
+        LSE + head * S + rows,
+        tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total))),
+        mask=rows < S,
+    )
 
 
 def merge(a: Partial, b: Partial, dtype: torch.dtype) -> Partial:
     """What ops.merge.merge says, in one pass; out in the given dtype."""
-    (batch, length, heads, dim), out = b.out.shape, torch.empty_like(b.out, dtype=dtype)
-    lse = torch.empty_like(b.lse)
+    batch, length, heads, dim = b.out.shape
+    out = torch.empty(b.out.shape, dtype=dtype, device=b.out.device)
+    lse = torch.empty(b.lse.shape, device=b.lse.device)
     programs = batch * heads * triton.cdiv(length, 64)
     merge_kernel[(programs,)](*(x.contiguous() for x in (*a, *b)), out, lse, length, heads, M=64, D=dim)
     return Partial(out, lse)
