@@ -263,9 +263,9 @@ def test_cute_lists_of_broadcast_blocks_and_without_columns(device, diagonal, de
     """Without columns, what is the same for all heads stays so; with them each head has its own lists."""
     layout = Layout(seq_len=9 * 16, world=1 if diagonal else 2, block=16)
     q_starts, k_starts = layout.block_starts(layout.world - 1), layout.block_starts(0)
-    whole = DistanceIndex.keep_all(2, 4, layout.global_blocks, 16, "cpu").hit
+    whole = DistanceIndex.keep_all(2, 4, layout.global_blocks, 16, device).hit  # moved, it would lose its broadcast
     hit = whole if dense else random_hit(2, 4, layout.global_blocks)
-    blocks = step(hit, q_starts, k_starts, 16, device, diagonal)
+    blocks, hit = step(hit, q_starts, k_starts, 16, device, diagonal), hit.cpu()
     tiles = random_tiles(2, 4, len(q_starts), 2, device) if with_columns else None
     mask = step_mask(hit[:1, :1] if dense and not with_columns else hit, q_starts, k_starts, 16)
     check_cute(blocks, tiles, mask, group=2, copies=2)
