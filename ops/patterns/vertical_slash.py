@@ -13,14 +13,16 @@ before the budget, since one diagonal crosses all ranks. Ties go to the earlier 
 waits for the device. On a GPU the weights are never held: two passes over the keys, `ops/kernels/triton_estimate.py`.
 """
 
+from functools import lru_cache
+
 import torch
 
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
+from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.patterns import Place
 
 CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating in torch
-HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels do
 
 
 def build(q, k, place: Place, config: AttentionConfig, scale: float) -> DistanceIndex:
@@ -37,109 +39,114 @@ def masses(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[t
 
     Returns columns fp32 [B, N, S_local] of this rank's keys (-1 at padding) and bins fp32 [B, N, n] of the ring.
     """
+    ring, (lse_over_keys, weights_over_keys) = place.ring, _passes(k)
+    queries = _last_queries(q, place, config.last_q)
+    lse = lse_over_keys(queries, k, place, scale)
+    if ring.world > 1:
+        lse = torch.logsumexp(torch.stack(ring.gather(lse)), 0)
+    columns, bins = weights_over_keys(queries, k, lse, place, scale)
+    return columns, ring.sum(bins)
+
+
+def _last_queries(q, place: Place, last_q: int) -> torch.Tensor:
+    """[B, L, N, D]: the last real queries, whole on every rank."""
     layout, ring = place
-    queries, rows = _last_queries(q, place, config.last_q)
-    estimate = _by_kernels if k.is_cuda and k.shape[3] in HEAD_DIMS else _by_torch
-    columns, sums = estimate(queries, k.contiguous(), rows, place, scale)
-    keys = layout.positions(ring.rank, q.device)[: k.shape[1]]
-    if layout.padded_len != layout.seq_len:
-        columns.masked_fill_(keys >= layout.seq_len, -1.0)
-    return columns, ring.sum(_pooled(sums, rows, place))[..., :-1]
+    first = max(0, layout.seq_len - last_q)
+    if ring.world == 1:
+        return q[:, first : layout.seq_len].contiguous()
+    mine, local = _own_rows(layout, ring.rank, first, q.device)
+    # one rank gives a row and the others zeros, so that nothing is rounded
+    return ring.sum(q[:, local] * mine[:, None, None])
 
 
-def _by_kernels(queries, k, rows: range, place: Place, scale: float):
-    """(columns, sums of each run and key block), see `_by_torch`."""
-    from mtraining_nns.ops.kernels import triton_estimate
-
-    layout, ring = place
-    where = layout.block_starts(ring.rank, k.device)[: -(-k.shape[1] // layout.block)], layout.block, rows, scale
-    lse = _over_the_ring(triton_estimate.local_lse(queries, k, *where), ring)
-    return triton_estimate.local_masses(queries, k, *where, lse)
+@lru_cache(maxsize=64)
+def _own_rows(layout: Layout, rank: int, first: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bool, int64) of the tokens from `first` on: whether the rank holds them, and where; 0 where it does not."""
+    owner, local = layout.locate(torch.arange(first, layout.seq_len))
+    return (owner == rank).to(device), torch.where(owner == rank, local, 0).to(device)
 
 
-def _by_torch(queries, k, rows: range, place: Place, scale: float):
-    """(columns fp32 [B, N, S_local], sums fp32 [runs, 2, B, N, local blocks]).
+def _passes(k):
+    """(local_lse, pooled_weights): kernels on a GPU, plain torch elsewhere and for head dims that no kernel does."""
+    if k.is_cuda:
+        from mtraining_nns.ops.kernels import triton_estimate
 
-    sums: for each run, the last queries of one query block, and each key block the weight at the near and at the far of
-    the two distances in blocks that they are apart.
+        if k.shape[3] in triton_estimate.HEAD_DIMS:
+            return triton_estimate.local_lse, triton_estimate.pooled_weights
+    return local_lse, pooled_weights
+
+
+def local_lse(queries, k, place: Place, scale: float) -> torch.Tensor:
+    """fp32 [B, N, L]: log-sum-exp of the causal scores over this rank's keys, -inf where none is seen."""
+    return torch.cat([torch.logsumexp(scores, -1) for _, scores in _scores(queries, k, place, scale)], 1)
+
+
+def pooled_weights(queries, k, lse, place: Place, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the weights exp(score - lse): columns fp32 [B, N, S_local], -1 at padding, and bins fp32 [B, N, n].
+
+    lse: fp32 [B, N, L] over the whole ring. The bins hold what this rank's keys add.
     """
     layout, ring = place
-    queries, keys = queries.float(), layout.positions(ring.rank, k.device)[: k.shape[1]]
-    local = torch.cat([torch.logsumexp(s, -1) for _, s in _scores(queries, k, rows, keys, scale)], 1)
-    lse = _over_the_ring(local, ring)
-    block, runs = layout.block, _runs(rows, layout.block)
-    offsets = torch.arange(rows.start, rows.stop, device=k.device) % block
-    near = (torch.arange(block, device=k.device) <= offsets[:, None]).float()
-    shape = queries.shape[0], queries.shape[2]
-    columns = torch.empty(*shape, k.shape[1], device=k.device)
-    sums = torch.empty(len(runs), 2, *shape, -(-k.shape[1] // block), device=k.device)
-    for heads, scores in _scores(queries, k, rows, keys, scale):
+    columns = torch.empty(k.shape[0], queries.shape[2], k.shape[1], device=k.device)
+    bins = torch.zeros(*columns.shape[:2], layout.global_blocks + 1, device=k.device)
+    rows = range(layout.seq_len - queries.shape[1], layout.seq_len)
+    pooling = _Pooling(rows, layout.block_starts(ring.rank, k.device), layout.block)
+    for heads, scores in _scores(queries, k, place, scale):
         weights = torch.exp(scores - lse[:, heads, :, None])
         columns[:, heads] = weights.sum(2)
-        blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % block)).unflatten(-1, (-1, block))
-        low, total = torch.einsum("bhqjt,qt->bhqj", blocks, near), blocks.sum(-1)
-        for run, (_, part) in enumerate(runs):
-            sums[run, 0, :, heads] = low[:, :, part].sum(2)
-            sums[run, 1, :, heads] = (total - low)[:, :, part].sum(2)
-    return columns, sums
+        pooling.add(weights, bins[:, heads])
+    columns.masked_fill_(_positions(k, place) >= layout.seq_len, -1.0)
+    return columns, bins[..., :-1].contiguous()
 
 
-def _over_the_ring(lse, ring):
-    """Log-sum-exp over all ranks' keys."""
-    return torch.logsumexp(torch.stack(ring.gather(lse)), 0) if ring.world > 1 else lse
+def _positions(k, place: Place) -> torch.Tensor:
+    """int64 [S_local]: global positions of this rank's keys."""
+    return place.layout.positions(place.ring.rank, k.device)[: k.shape[1]]
 
 
-def _last_queries(q, place: Place, last_q: int) -> tuple[torch.Tensor, range]:
-    """[B, L, N, D] of the last real queries, whole on every rank, and their global positions."""
-    layout, ring = place
-    rows = range(max(0, layout.seq_len - last_q), layout.seq_len)
-    if ring.world == 1:
-        return q[:, rows.start : rows.stop].contiguous(), rows
-    owner, local = layout.locate(torch.arange(rows.start, rows.stop, device=q.device))
-    mine = owner == ring.rank
-    found = q[:, torch.where(mine, local, 0)].float() * mine[:, None, None]
-    return ring.sum(found).to(q.dtype), rows  # one rank gave each row, the others zeros: nothing is rounded
-
-
-def _scores(queries, k, rows, keys, scale):
+def _scores(queries, k, place: Place, scale: float):
     """Yield (heads, fp32 [B, heads, L, S_local]): causal scores of a few query heads of one kv group at a time."""
-    group = queries.shape[2] // k.shape[2]
-    fits = max(1, CHUNK_ELEMENTS // (queries.shape[0] * queries.shape[1] * k.shape[1]))
+    batch, last, heads, _ = queries.shape
+    group = heads // k.shape[2]
+    fits = max(1, CHUNK_ELEMENTS // (batch * last * k.shape[1]))
     step = max(n for n in range(1, group + 1) if group % n == 0 and n <= fits)
-    later = keys > torch.arange(rows.start, rows.stop, device=keys.device)[:, None]
+    rows = torch.arange(place.layout.seq_len - last, place.layout.seq_len, device=k.device)
+    later = _positions(k, place) > rows[:, None]
     for head in range(k.shape[2]):
         kv = k[:, :, head].float().transpose(1, 2)[:, None]
         for first in range(head * group, (head + 1) * group, step):
             heads = slice(first, first + step)
-            scores = queries[:, :, heads].transpose(1, 2) @ kv
+            scores = queries[:, :, heads].float().transpose(1, 2) @ kv
             yield heads, scores.mul_(scale).masked_fill_(later, -torch.inf)
 
 
-def _runs(rows: range, block: int) -> list[tuple[int, slice]]:
-    """(query block, its part of the last queries)."""
-    runs = []
-    for query_block in range(rows.start // block, (rows.stop - 1) // block + 1):
-        first, last = max(rows.start, query_block * block), min(rows.stop, (query_block + 1) * block)
-        runs.append((query_block, slice(first - rows.start, last - rows.start)))
-    return runs
-
-
-def _pooled(sums, rows: range, place: Place):
-    """fp32 [B, N, n + 1]: weights along diagonals in bins of `block` distances, of this rank's keys; the last is empty.
+class _Pooling:
+    """Sums attention weights along diagonals into bins of `block` distances.
 
     Query p = i * block + o and key c = j * block + b have distance (i - j) * block + o - b: bin i - j where b <= o, bin
     i - j - 1 elsewhere. So each key block of a query splits into two bins, and queries of one block i share them.
     """
-    layout, ring = place
-    blocks = layout.block_starts(ring.rank, sums.device)[: sums.shape[-1]].long() // layout.block
-    spare = layout.global_blocks  # a key block later than the query holds no weight
-    bins = torch.zeros(*sums.shape[2:4], spare + 1, device=sums.device)
-    for (query_block, _), (low, high) in zip(_runs(rows, layout.block), sums, strict=True):
-        distance = query_block - blocks
-        # every target bin occurs once in an addition, so the sum has one order
-        bins.index_add_(-1, torch.where(distance >= 0, distance, spare), low)
-        bins.index_add_(-1, torch.where(distance >= 1, distance - 1, spare), high)
-    return bins
+
+    def __init__(self, rows: range, starts: torch.Tensor, block: int):
+        self.block, self.blocks = block, starts.long() // block
+        self.runs = {}  # query block -> its part of the last queries
+        for query_block in range(rows.start // block, (rows.stop - 1) // block + 1):
+            first, last = max(rows.start, query_block * block), min(rows.stop, (query_block + 1) * block)
+            self.runs[query_block] = slice(first - rows.start, last - rows.start)
+        offsets = torch.arange(rows.start, rows.stop, device=starts.device) % block
+        self.near = (torch.arange(block, device=starts.device) <= offsets[:, None]).float()
+
+    def add(self, weights: torch.Tensor, bins: torch.Tensor) -> None:
+        """Add weights [B, h, L, S_local] into bins [B, h, n + 1]; the last bin collects nothing."""
+        weights = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % self.block)).unflatten(-1, (-1, self.block))
+        low, total = torch.einsum("bhqjt,qt->bhqj", weights, self.near), weights.sum(-1)
+        blocks, last = self.blocks[: low.shape[-1]], bins.shape[-1] - 1
+        for block, run in self.runs.items():
+            distance = block - blocks
+            # a key block later than the query holds no weight; every target bin occurs once, so the sum has one order
+            bins.index_add_(-1, torch.where(distance >= 0, distance, last), low[:, :, run].sum(2))
+            high = (total - low)[:, :, run].sum(2)
+            bins.index_add_(-1, torch.where(distance >= 1, distance - 1, last), high)
 
 
 def _slashes(bins, seq_len: int, config: AttentionConfig):
