@@ -160,9 +160,15 @@ class Call:
         """Attention to the keys of a source rank and, unless None, the columns."""
         parts = []
         for heads, kv_heads in self._chunks(q, kv[0], columns):
-            keys = self._keys(kv, source, columns, heads, kv_heads, both=False)
             carried = carry and Partial(carry.out[:, :, heads], carry.lse[:, heads])
-            parts.append(self.kernels.forward(q[:, :, heads], keys, scale=self.scale, carry=carried, out_dtype=dtype))
+            part = self.kernels.forward(
+                q[:, :, heads],
+                self._keys(kv, source, columns, heads, kv_heads, both=False),  # unnamed: gone before the next ones
+                scale=self.scale,
+                carry=carried,
+                out_dtype=dtype,
+            )
+            parts.append(part)
         out, lse = zip(*parts)
         return Partial(_joined(out, 2), _joined(lse, 1))
 
@@ -170,9 +176,14 @@ class Call:
         """Gradients over the same keys."""
         parts = []
         for heads, kv_heads in self._chunks(q, kv[0], columns):
-            keys = self._keys(kv, source, columns, heads, kv_heads, both=True)
             carried = None if carry is None else carry[:, :, heads]
-            part = self.kernels.backward(q[:, :, heads], keys, tape.heads(heads), carry=carried, dq_dtype=dtype)
+            part = self.kernels.backward(
+                q[:, :, heads],
+                self._keys(kv, source, columns, heads, kv_heads, both=True),
+                tape.heads(heads),
+                carry=carried,
+                dq_dtype=dtype,
+            )
             parts.append(part)
         dq, dkv, found = zip(*parts)
         return Grads(_joined(dq, 2), _joined(dkv, 3), None if columns is None else _joined(found, 2))

@@ -3,6 +3,7 @@
 Masks are built here by brute force from what index fields are documented to mean, not by calling the index.
 """
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -160,6 +161,17 @@ def operator_of(index: DistanceIndex, ring=None, device_type="cpu", **config) ->
     operator = Operator(AttentionConfig(block=index.block, **config), ring or Ring.single(), device_type)
     operator._pattern = lambda layer, layout: SimpleNamespace(build=lambda *args: index)
     return operator
+
+
+@contextmanager
+def never_waiting():
+    """A host that waits for the device is an error."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def poisoned(make):

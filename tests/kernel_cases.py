@@ -9,14 +9,18 @@ laid end to end.
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from helpers import TOLERANCE, assert_close, block_mask, make_index, make_qkv, reference
 
+from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.index import BlockIndex, DistanceIndex, Lists
-from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
+from mtraining_nns.ops.kernels import Device, GatheredColumns, Keys, Tape, Work, backends
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Ring
+
+BACKENDS = pytest.mark.parametrize("backend", ["triton", "cute"])  # of CUDA devices
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,18 @@ class Case:
         shape = f"S{self.seq_len}-{self.heads}/{self.kv_heads}-d{self.dim}-b{self.block}x{self.batch}"
         extra = f"c{self.columns}-{self.steps}-r{self.row_chunk}-{self.share}"
         return f"{shape}-{str(self.dtype)[6:]}-{extra}"
+
+
+def fault(backend: str, **work) -> str:
+    """Why a backend cannot be tested here, "" if it can."""
+    return backends.FAULTS[backend](Device.here("cuda"), Work(**{"block": 128, **work}))
+
+
+def module_of(backend: str):
+    """The module of a backend; skips the test where it cannot run."""
+    if fault(backend):
+        pytest.skip(fault(backend))
+    return kernels.load(backend)
 
 
 def check(backend, case: Case, backward=None) -> None:

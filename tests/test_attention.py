@@ -20,7 +20,7 @@ from helpers import (
     with_grads,
 )
 
-from mtraining_nns.ops import kernels
+from mtraining_nns.ops import attention, kernels
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
@@ -123,6 +123,18 @@ def test_strides_change_no_bit():
     for got, expected in zip(grads(q, k, v), grads(*(x.contiguous() for x in (q, k, v)))):
         assert torch.equal(got, expected)
         assert got.abs().max() > 1e-3
+
+
+def test_heads_in_chunks_give_the_same(monkeypatch):
+    op, inputs, heads = operator_of(make_index(100, 6, 16, batch=2)), make_qkv(100, 6, 3, batch=2), []
+    module = load("torch")
+    for name in ("forward", "backward"):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda q, *a, run=run, **k: heads.append(q.shape[2]) or run(q, *a, **k))
+    expected = with_grads(op, *inputs)
+    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 1)
+    assert_close(with_grads(op, *inputs), expected, 1e-6)
+    assert heads == [6] * 2 + [2, 2, 2] * 2
 
 
 def test_gradients_of_some_inputs_only():

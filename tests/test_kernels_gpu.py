@@ -16,13 +16,12 @@ from helpers import (
     rms_ratio,
     with_grads,
 )
-from kernel_cases import Case, both, check, with_row_bits
+from kernel_cases import BACKENDS, Case, both, check, fault, module_of, with_row_bits
 
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import DistanceIndex
-from mtraining_nns.ops.kernels import Device, Work, backends
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.reference import causal_mask
 from mtraining_nns.ops.ring import Ring
@@ -33,17 +32,6 @@ DTYPES = (BF16, FP16, FP32)
 RATIOS = ((8, 8), (14, 2), (28, 4), (16, 2), (9, 3), (40, 8), (32, 8), (4, 2))
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 1000, 4095)
 RESULTS = ("out", "dq", "dk", "dv")
-
-
-def fault(backend: str, **work) -> str:
-    """Why a backend cannot be tested here, "" if it can."""
-    return backends.FAULTS[backend](Device.here("cuda"), Work(**{"block": 128, **work}))
-
-
-def module_of(backend: str):
-    if fault(backend):
-        pytest.skip(fault(backend))
-    return kernels.load(backend)
 
 
 def shared_cases():
@@ -77,9 +65,6 @@ def triton_cases():
     for dim, block in ((64, 64), (128, 128)):
         yield Case(4500, 2, 1, dim, block, dtype=BF16, row_chunk=block, share=0.2, device="cuda")
         yield Case(500, 2, 1, dim, block, dtype=FP32, row_chunk=2 * block, columns=0, device="cuda")
-
-
-BACKENDS = pytest.mark.parametrize("backend", ["triton", "cute"])
 
 
 @BACKENDS

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import never_waiting
 
 from mtraining_nns.ops.config import LAYOUTS
 from mtraining_nns.ops.index import NO_COLUMN, BlockIndex, ColumnIndex, ColumnTiles, DistanceIndex, Lists
@@ -303,9 +304,5 @@ def test_nothing_waits_for_the_device():
             cute_lists.by_key(blocks, tiles, 8, 4)
 
     build()  # compiles
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         build()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)

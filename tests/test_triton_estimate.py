@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import index_mask, make_qkv, rms_ratio
+from helpers import index_mask, make_qkv, never_waiting, rms_ratio
 
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN
@@ -264,13 +264,9 @@ def test_nothing_waits_for_the_gpu():
     configs = [AttentionConfig(), AttentionConfig(p_v=1.0, p_s=1.0), AttentionConfig(budget="fixed", cap=7000)]
     for config in configs:
         vertical_slash.build(q, k, place, config, 0.1)  # compiles kernels, copies the layout's tables
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for config in configs:
             vertical_slash.build(q, k, place, config, 0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import torch
 import triton.testing
-from standard_pattern import standard_pattern
+from standard_pattern import pattern_index, standard_pattern
 
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
-from mtraining_nns.ops.index import ColumnIndex, DistanceIndex
+from mtraining_nns.ops.index import DistanceIndex
 from mtraining_nns.ops.kernels import Keys, Tape
 from mtraining_nns.ops.kernels import triton as triton_kernels
 from mtraining_nns.ops.layout import Layout
@@ -59,17 +59,7 @@ class Shape:
 def standard_index(seq_len: int, heads: int, density: float | None = None) -> DistanceIndex:
     """The standard pattern, or one of the same kind that keeps about `density` of the causal pairs."""
     settings = {} if density is None else of_density(seq_len, density)
-    position, offsets = standard_pattern(seq_len, heads, **settings)
-    blocks = seq_len // BLOCK
-    hit = torch.zeros(1, heads, blocks, dtype=torch.bool)
-    for head, kept in enumerate(offsets):
-        for edge in (kept // BLOCK, (kept + BLOCK - 1) // BLOCK):
-            hit[0, head, edge[edge < blocks]] = True
-    hit, position = hit.cuda(), position[None].cuda()
-    count = torch.full((1, heads), position.shape[-1], dtype=torch.int32, device="cuda")
-    return DistanceIndex(
-        hit=hit, block=BLOCK, columns=ColumnIndex(position=position, count=count, hit=hit, block=BLOCK)
-    )
+    return pattern_index(*standard_pattern(seq_len, heads, **settings), seq_len, BLOCK)
 
 
 def of_density(seq_len: int, density: float) -> dict[str, int]:
