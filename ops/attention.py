@@ -150,11 +150,15 @@ class Call:
     store: IndexStore
     token: int | None
 
-    def gather_columns(self, k, v) -> GatheredColumns | None:
-        if self.index.columns is None:
+    def rows(self) -> Columns | None:
+        """Where this rank's columns lie."""
+        return self.index.columns and Columns(self.index.columns, *self.place)
+
+    def gather(self, rows: Columns | None, k, v) -> GatheredColumns | None:
+        """The columns of the ring, and who sees them."""
+        if rows is None:
             return None
-        kv = Columns(self.index.columns, *self.place).gather(k, v)
-        return GatheredColumns(kv, column_tiles(self.index.columns, self._starts(self.place.ring.rank)))
+        return GatheredColumns(rows.gather(k, v), column_tiles(self.index.columns, self._starts(self.place.ring.rank)))
 
     def forward(self, q, kv, source: int, columns, carry: Partial | None, dtype) -> Partial:
         """Attention to the keys of a source rank and, unless None, the columns."""
@@ -240,7 +244,7 @@ class _SparseRing(torch.autograd.Function):
 
 def _forward(q, k, v, call: Call):
     ring, carry = call.place.ring, None
-    columns = call.gather_columns(k, v)
+    columns = call.gather(call.rows(), k, v)
     for step, kv in _circulate(k, v, ring):
         last = step == ring.world - 1
         dtype = q.dtype if last else torch.float32
@@ -250,8 +254,8 @@ def _forward(q, k, v, call: Call):
 
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
-    ring, dq = call.place.ring, None
-    columns = call.gather_columns(k, v)
+    ring, dq, rows = call.place.ring, None, call.rows()
+    columns = call.gather(rows, k, v)
     home = Exchange(ring)
     arriving = torch.empty(2, *k.shape, device=k.device) if ring.world > 1 else None
     for step, kv in _circulate(k, v, ring):
@@ -268,7 +272,7 @@ def _backward(q, k, v, tape: Tape, call: Call):
         home.wait()  # one hop more brings the sums to the owner
         dkv = arriving
     if found is not None:
-        Columns(call.index.columns, *call.place).scatter_add(found.float(), dkv)
+        rows.scatter_add(found.float(), dkv)
     return dq, *dkv
 
 

@@ -65,9 +65,10 @@ class AttentionConfig:
                 raise ValueError(f"attention.{name} must be at least 1, got {getattr(self, name)}")
         if isinstance(self.dense_below, str) and self.dense_below != "auto":
             raise ValueError(f"attention.dense_below must be a length or auto, got {self.dense_below!r}")
-        for name in ("sinks", "local") + ("dense_below",) * (self.dense_below != "auto"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"attention.{name} must not be negative, got {getattr(self, name)}")
+        for name in ("sinks", "local", "dense_below"):
+            value = getattr(self, name)
+            if value != "auto" and value < 0:
+                raise ValueError(f"attention.{name} must not be negative, got {value}")
         if any(type(layer) is not int or layer < 0 for layer in self.dense_layers):
             raise ValueError(f"attention.dense_layers must list layer numbers from 0, got {list(self.dense_layers)}")
 

@@ -170,13 +170,7 @@ class DistanceIndex:
 
     def heads(self, chosen: slice) -> "DistanceIndex":
         """The index of some query heads."""
-        columns = self.columns and replace(
-            self.columns,
-            position=self.columns.position[:, chosen],
-            count=self.columns.count[:, chosen],
-            hit=self.columns.hit[:, chosen],
-        )
-        return replace(self, hit=self.hit[:, chosen], columns=columns)
+        return self._each(lambda x: x[:, chosen])
 
     def kept_pairs(self, q_starts: torch.Tensor, seq_len: int) -> torch.Tensor:
         """float64 scalar: query-key pairs that the given query blocks attend to, over all heads.
@@ -199,10 +193,13 @@ class DistanceIndex:
 
     def to(self, *args, **kwargs) -> "DistanceIndex":
         """The same index with its tensors moved."""
+        return self._each(lambda x: x.to(*args, **kwargs))
+
+    def _each(self, change) -> "DistanceIndex":
         columns = self.columns and replace(
             self.columns,
-            position=self.columns.position.to(*args, **kwargs),
-            count=self.columns.count.to(*args, **kwargs),
-            hit=self.columns.hit.to(*args, **kwargs),
+            position=change(self.columns.position),
+            count=change(self.columns.count),
+            hit=change(self.columns.hit),
         )
-        return replace(self, hit=self.hit.to(*args, **kwargs), columns=columns)
+        return replace(self, hit=change(self.hit), columns=columns)

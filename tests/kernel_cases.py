@@ -20,6 +20,10 @@ from mtraining_nns.ops.kernels import Device, GatheredColumns, Keys, Tape, Work,
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Ring
 
+# Of tests that call kernels themselves: interpreted on the CPU, unless they can be compiled.
+compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is compiled here: the cuda cases cover it")
+DEVICES = [pytest.param("cpu", marks=compiled), pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "cute"])  # of CUDA devices
 
 

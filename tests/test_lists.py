@@ -9,14 +9,13 @@ from itertools import product
 import pytest
 import torch
 from helpers import never_waiting
+from kernel_cases import DEVICES
 
 from mtraining_nns.ops.config import LAYOUTS
 from mtraining_nns.ops.index import NO_COLUMN, BlockIndex, ColumnIndex, ColumnTiles, DistanceIndex, Lists
 from mtraining_nns.ops.kernels import cute_lists, triton_lists
 from mtraining_nns.ops.layout import Layout
 
-compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is compiled here: the cuda cases cover it")
-DEVICES = [pytest.param("cpu", marks=compiled), pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("poison_lists")
 POISON = 77_777_777
 

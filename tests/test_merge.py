@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import make_qkv, rms_ratio
 
-from mtraining_nns.ops.kernels import triton_blocks
+from mtraining_nns.ops.kernels import triton_rows
 from mtraining_nns.ops.merge import Partial, merge
 from mtraining_nns.ops.reference import causal_mask, masked_attention
 
@@ -92,14 +92,14 @@ def test_the_kernel_does_the_same(dtype):
     a, b = part(0), part(1, shift=2.0, dtype=dtype)
     a.lse[:, :, ::3], a.out[:, ::3] = -torch.inf, 0
     b.lse[:, :, ::2], b.out[:, ::2] = -torch.inf, 0
-    expected, got = merge(a, b), triton_blocks.merge(a, b, torch.float32)
+    expected, got = merge(a, b), triton_rows.merge(a, b, torch.float32)
     assert rms_ratio(got.out, expected.out) < 1e-6
     none = expected.lse == -torch.inf
     assert none.any() and torch.equal(got.lse == -torch.inf, none) and not got.out[none.transpose(1, 2)].any()
     assert rms_ratio(got.lse[~none], expected.lse[~none]) < 1e-6
     for one, other in ((a, nothing()), (nothing(), a)):
-        alone = triton_blocks.merge(one, other, torch.float32)
+        alone = triton_rows.merge(one, other, torch.float32)
         assert torch.equal(alone.out, a.out) and torch.equal(alone.lse, a.lse)
-    assert triton_blocks.merge(a, b, torch.float16).out.dtype == torch.float16
+    assert triton_rows.merge(a, b, torch.float16).out.dtype == torch.float16
     turned = Partial(b.out.transpose(1, 2).contiguous().transpose(1, 2), b.lse)  # dense, in another order
-    assert torch.equal(triton_blocks.merge(a, turned, torch.float32).out, got.out)
+    assert torch.equal(triton_rows.merge(a, turned, torch.float32).out, got.out)

@@ -3,22 +3,15 @@
 import pytest
 import torch
 from helpers import make_index, rms_ratio
+from kernel_cases import ON_DEVICES
 
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.kernels.triton_columns import add_rows
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Ring
 
-DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled here")),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
 
-
-@DEVICES
+@ON_DEVICES
 @pytest.mark.parametrize("heads,kv_heads,batch", [(4, 2, 2), (3, 1, 1), (2, 2, 1), (7, 1, 1)])
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_gradient_reaches_its_token(device, heads, kv_heads, batch, world):
@@ -42,7 +35,7 @@ def test_every_gradient_reaches_its_token(device, heads, kv_heads, batch, world)
     assert torch.equal(wide[:, :, :5], front)
 
 
-@DEVICES
+@ON_DEVICES
 def test_half_precision_is_rounded_once_and_other_rows_stay(device):
     row = torch.tensor([[[1, 3, 0]], [[2, 0, 0]]], device=device).view(1, 2, 3)
     mine = torch.tensor([[True, True, False], [True, False, False]], device=device)[None]

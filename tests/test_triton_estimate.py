@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import index_mask, make_qkv, never_waiting, rms_ratio
+from kernel_cases import ON_DEVICES, compiled
 
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN
@@ -18,10 +19,6 @@ from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
 
 pytestmark = pytest.mark.usefixtures("poison")
-compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is compiled here: the cuda cases cover it")
-DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=compiled), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
 FP16, BF16 = torch.float16, torch.bfloat16
 
 
@@ -83,13 +80,13 @@ CASES += [Case(300, 2, 1, 16, block, last_q, FP16) for block in (16, 64, 128, 25
 CASES += [Case(65, 2, 1, 256, 64, 64, FP16), Case(65, 2, 1, 32, scale=0.7), Case(100, block=512, last_q=256)]
 
 
-@DEVICES
+@ON_DEVICES
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_are_plain_torch(case, device):
     check(case, device)
 
 
-@DEVICES
+@ON_DEVICES
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_kernels_are_plain_torch_on_every_rank(kind, world, device):
@@ -103,7 +100,7 @@ def test_kernels_are_plain_torch_on_every_rank(kind, world, device):
         )
 
 
-@DEVICES
+@ON_DEVICES
 def test_ranks_add_up_to_one_device(device):
     case = Case(300, 4, 2, block=16, last_q=40)
     whole = estimate(triton_estimate, case, Layout(seq_len=300, block=16), device)[0]
@@ -115,7 +112,7 @@ def test_ranks_add_up_to_one_device(device):
     assert rms_ratio(bins.sum(-1), torch.full((1, 4), 40.0)) < 1e-6
 
 
-@DEVICES
+@ON_DEVICES
 def test_k_of_any_strides(device):
     case = Case(100, 2, 2)
     queries, k = case.inputs(device)
@@ -200,7 +197,7 @@ def test_columns_are_what_a_plain_sort_chooses(settings, ties, by):
             assert (position[b, n, count[b, n] :] == NO_COLUMN).all()
 
 
-@DEVICES
+@ON_DEVICES
 @pytest.mark.parametrize(
     "settings", [{"p_s": 0.4}, {"p_s": 1.0}, {"budget": "fixed", "k_s": 3}, {"p_s": 0.9, "local": 40}]
 )

@@ -51,6 +51,7 @@ class Work:
     dtype: torch.dtype | None = None
 
 
+@functools.cache
 def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]:
     """(name, reason). Raises ValueError where the backend that was asked for, or every one, cannot do the work."""
     if backend != "auto":
@@ -86,10 +87,15 @@ def _triton(device: Device, work: Work) -> str:
         return device.without_triton
     if device.capability < (8, 0):
         return f"it needs compute capability 8.0 or newer, got {device.capability}"
-    if work.head_dim not in (None, 16, 32, 64, 128):
-        return f"it does head dims 16, 32, 64 and 128, got {work.head_dim}"
-    if work.block > 128 and work.block % 128:
-        return f"it needs attention.block of 16 to 128 or a multiple of 128, got {work.block}"
+    return triton_shape_fault(work.block, work.head_dim)
+
+
+def triton_shape_fault(block: int, head_dim: int | None) -> str:
+    """Why Triton's kernels cannot do a shape on any device, "" if they can."""
+    if head_dim not in (None, 16, 32, 64, 128):
+        return f"it does head dims 16, 32, 64 and 128, got {head_dim}"
+    if block > 128 and block % 128:
+        return f"it needs attention.block of 16 to 128 or a multiple of 128, got {block}"
     return ""
 
 

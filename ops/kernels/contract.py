@@ -46,7 +46,7 @@ class Tape:
     def delta(self) -> Tensor:
         """fp32 [B, N, S]: rowsum(dout * out), the derivative of the softmax's normaliser."""
         if self.out.is_cuda and self.out.shape[-1].bit_count() == 1:
-            from mtraining_nns.ops.kernels.triton_blocks import row_dot
+            from mtraining_nns.ops.kernels.triton_rows import row_dot
 
             return row_dot(self.dout.contiguous(), self.out.contiguous())
         return (self.dout.float() * self.out.float()).sum(-1).transpose(1, 2).contiguous()

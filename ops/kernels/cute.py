@@ -17,17 +17,18 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 from mtraining_nns.ops.index import COLUMN_TILE
-from mtraining_nns.ops.kernels import cute_lists, cute_mask, triton_blocks
+from mtraining_nns.ops.kernels import cute_lists, cute_mask, triton_rows
+from mtraining_nns.ops.kernels.backends import CUTE_BLOCK as BLOCK
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
 from mtraining_nns.ops.merge import Partial
 
-BLOCK = 128
 QUERIES_PER_COPY = 128  # query blocks that one program of the backward pass takes of a column tile
 MOST_COPIES = 8
 
 
 def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""
+    _check(keys)
     if _causal(keys):
         how = {"causal": True}
     else:
@@ -36,11 +37,12 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
         keys, how = _extended(keys, copies=1), _sparse(lists, keys, q, cute_mask.forward_mask(group))
     out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, **how)
     dtype = out_dtype or torch.float32
-    return Partial(out.to(dtype), lse) if carry is None else triton_blocks.merge(carry, Partial(out, lse), dtype)
+    return Partial(out.to(dtype), lse) if carry is None else triton_rows.merge(carry, Partial(out, lse), dtype)
 
 
 def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
+    _check(keys)
     group, columns, first = q.shape[2] // keys.k.shape[2], None, 0
     if _causal(keys):
         extended, how = keys, {"causal": True}
@@ -70,10 +72,13 @@ def workspace_bytes(q, k, block: int, columns: int) -> int:
     return list_bytes(q, k, block) + lists + batch * dim * (extended * (4 * 2 + 2 * 4) + group * length * 4)
 
 
-def _causal(keys: Keys) -> bool:
-    """Everything up to the diagonal: no list needed."""
+def _check(keys: Keys) -> None:
     if keys.blocks.row_bits is not None:
         raise ValueError("the cute backend knows no row bits; use attention.backend=triton")
+
+
+def _causal(keys: Keys) -> bool:
+    """Everything up to the diagonal: no list needed."""
     return keys.blocks.dense and keys.blocks.diagonal and keys.columns is None
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention on Triton: checks, tile sizes and launches. The device code is in triton_blocks.
+"""Sparse attention on Triton: checks, tile sizes and launches. The device code is in triton_blocks and triton_columns.
 
 The portable backend of CUDA devices, from compute capability 8.0. On CPU tensors it runs only under
 TRITON_INTERPRET=1, for kernel tests: milliseconds a tile, far too slow to train.
@@ -10,11 +10,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mtraining_nns.ops.index import BlockIndex, ColumnTiles, Lists
-from mtraining_nns.ops.kernels import triton_blocks
+from mtraining_nns.ops.kernels import triton_blocks, triton_columns
+from mtraining_nns.ops.kernels.backends import triton_shape_fault
 from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape, list_bytes
 from mtraining_nns.ops.merge import Partial
-
-HEAD_DIMS = (16, 32, 64, 128)
 
 
 class Tiles(NamedTuple):
@@ -48,7 +47,7 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     triton_blocks.forward_kernel[(_programs(q, keys.blocks, tiles),)](
         q, keys.k, keys.v, *keys.blocks.by_query, *_query_side(keys), *carried, out, lse,
         *_key_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
-        CARRY=carry is not None, **_flags(q, keys, tiles),
+        HAS_COLUMNS=keys.columns is not None, CARRY=carry is not None, TMA=_has_tma(q), **_flags(q, keys, tiles),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -73,7 +72,7 @@ def _dq(q, keys: Keys, tensors, scale, carry, dtype):
     triton_blocks.dq_kernel[(_programs(q, keys.blocks, tiles),)](
         q, keys.k, keys.v, *tensors, *keys.blocks.by_query, *_query_side(keys), carried, dq,
         *_key_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
-        CARRY=carry is not None, **_flags(q, keys, tiles),
+        HAS_COLUMNS=keys.columns is not None, CARRY=carry is not None, TMA=_has_tma(q), **_flags(q, keys, tiles),
     )  # fmt: skip
     return dq
 
@@ -83,12 +82,11 @@ def _dkv(q, keys: Keys, tensors, scale):
     tiles = _tiles("dkv", q, blocks.block)
     dkv = torch.empty(2, *k.shape, device=q.device)
     programs = k.shape[0] * k.shape[2] * len(blocks.k_starts) * (blocks.block // tiles.keys)
-    flags = _flags(q, keys, tiles) | {"TMA": _has_query_tma(q, blocks.block)}
-    del flags["HAS_COLUMNS"]
     triton_blocks.dkv_kernel[(programs,)](
         q, k, keys.v, *tensors, *blocks.by_key, blocks.k_starts, _bits(blocks), *dkv,
         *_query_maps(q, tensors[0], tiles, blocks.block), *_sizes(q, keys, blocks.by_key, scale),
-        G=q.shape[2] // k.shape[2], EVEN=q.shape[1] % blocks.block == 0, **flags,
+        G=q.shape[2] // k.shape[2], EVEN=q.shape[1] % blocks.block == 0, TMA=_has_query_tma(q, blocks.block),
+        **_flags(q, keys, tiles),
     )  # fmt: skip
     return dkv
 
@@ -100,7 +98,7 @@ def _columns_dkv(q, keys: Keys, tensors, scale):
     programs = heads * (words * 32 // tiles.keys)
     split = max(1, min(8, 1024 // programs))  # few columns: share a tile's queries among programs to fill the GPU
     parts = torch.empty(2, split, *k.shape, device=q.device)
-    triton_blocks.columns_dkv_kernel[(split * programs,)](
+    triton_columns.columns_dkv_kernel[(split * programs,)](
         q, k, v, *tensors, seen.bits, seen.first_block(tiles.keys), *parts, *_query_maps(q, tensors[0], tiles, block),
         scale, q.shape[2], q.shape[1], k.shape[2], len(keys.blocks.q_starts), words, heads,
         BLOCK=block, M=tiles.rows, T=tiles.keys, D=q.shape[3], SPLIT=split, EVEN=q.shape[1] % block == 0,
@@ -110,13 +108,9 @@ def _columns_dkv(q, keys: Keys, tensors, scale):
 
 
 def _checked(q, keys: Keys):
-    block = keys.blocks.block
-    if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(
-            f"the triton backend does head dims {HEAD_DIMS}, got {q.shape[3]}; use attention.backend=torch"
-        )
-    if block > 128 and block % 128:
-        raise ValueError(f"the triton backend needs a block of 16 to 128 or a multiple of 128, got {block}")
+    fault = triton_shape_fault(keys.blocks.block, q.shape[3])
+    if fault:
+        raise ValueError(f"attention.backend=triton cannot run: {fault}; use attention.backend=torch")
     columns = keys.columns
     if columns is not None:
         columns = GatheredColumns(columns.kv.contiguous(), ColumnTiles(*(x.contiguous() for x in columns.tiles)))
@@ -133,7 +127,7 @@ def _programs(q, blocks: BlockIndex, tiles: Tiles) -> int:
 
 
 def _query_side(keys: Keys):
-    """The tensors that only kernels which walk the keys of a query tile read; q stands in for missing ones."""
+    """The tensors that only kernels which walk the keys of a query tile read; others stand in for missing ones."""
     blocks, columns = keys.blocks, keys.columns
     if columns is None:
         return blocks.k_starts, _bits(blocks), *[blocks.k_starts] * 4
@@ -189,10 +183,8 @@ def _flags(q, keys: Keys, tiles: Tiles) -> dict:
         "T": tiles.keys,
         "D": q.shape[3],
         "DIAGONAL": keys.blocks.diagonal,
-        "HAS_COLUMNS": keys.columns is not None,
         "HAS_BITS": keys.blocks.row_bits is not None,
         "PRECISION": _precision(q),
-        "TMA": _has_tma(q),
         **_launch(tiles),
     }
 

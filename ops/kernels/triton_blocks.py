@@ -1,4 +1,4 @@
-"""Device code of sparse attention: forward, dQ, dK with dV, and dK with dV of the columns.
+"""Device code of sparse attention: forward, dQ, and dK with dV. Columns' own dK and dV are in triton_columns.
 
 One program owns a tile of queries (forward, dQ) or of keys (dK, dV) and walks the list of blocks on the other side,
 so no result is shared between programs and nothing is added atomically. Listed blocks are seen whole; on a rank's own
@@ -10,11 +10,8 @@ Shapes: q, dout, out [B, Sq, N, D]; k, v [B, Sk, H, D]; gathered columns [B, N, 
 block, G = N / H query heads a key head. All contiguous.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-from mtraining_nns.ops.merge import Partial
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -303,96 +300,3 @@ def dkv_kernel(
             dk, dv = add_dkv(q, dout, k, v, lse, delta, seen, dk, dv, scale, HAS_BITS, PRECISION)
     store_rows(DK + own, tile * T, H * D, Sk, dk * scale, T, D)
     store_rows(DV + own, tile * T, H * D, Sk, dv, T, D)
-
-
-@triton.jit
-def columns_dkv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, SEEN, FIRST, DK, DV, Q_MAP, DOUT_MAP,
-    scale, N, Sq, C, nq, SEEN_WORDS, heads,
-    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    SPLIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Program (split, head, tile): a tile of columns against every SPLIT-th query block; dk, dv [SPLIT, B, N, C, D]."""
-    tiles = SEEN_WORDS * 32 // T
-    split = (tl.program_id(0) // (tiles * heads)).to(tl.int64)
-    head = (tl.program_id(0) // tiles % heads).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    b, n = head // N, head % N
-    k, v = (
-        load_rows(K + head * C * D, tile * T, D, C, T, D, False),
-        load_rows(V + head * C * D, tile * T, D, C, T, D, False),
-    )
-    Q += b * Sq * N * D + n * D
-    DOUT += b * Sq * N * D + n * D
-    row0, column = (b * Sq).to(tl.int32), (n * D).to(tl.int32)
-    dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
-    begin = tl.load(FIRST + head * tiles + tile) + split.to(tl.int32)
-    steps = tl.maximum(tl.cdiv(nq - begin, SPLIT), 0) * (BLOCK // M)
-    for t in range(0, steps):
-        i = begin + t // (BLOCK // M) * SPLIT
-        row = i * BLOCK + (t % (BLOCK // M)) * M
-        rows = row + tl.arange(0, M)
-        seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, tile * T, T)
-        q = tile_of(Q_MAP, Q, row0, column, row, N * D, Sq, M, D, not EVEN, TMA)
-        dout = tile_of(DOUT_MAP, DOUT, row0, column, row, N * D, Sq, M, D, not EVEN, TMA)
-        lse = load_lse(LSE + head * Sq, rows, Sq)
-        delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
-        dk, dv = add_dkv(q, dout, k, v, lse, delta, seen[:, None], dk, dv, scale, True, PRECISION)
-    out = (split * heads + head) * C * D
-    store_rows(DK + out, tile * T, D, C, dk * scale, T, D)
-    store_rows(DV + out, tile * T, D, C, dv, T, D)
-
-
-@triton.jit
-def merge_kernel(OUT_A, LSE_A, OUT_B, LSE_B, OUT, LSE, S, N, M: tl.constexpr, D: tl.constexpr):
-    tiles = tl.cdiv(S, M)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    own = head // N * S * N * D + head % N * D
-    rows = tile * M + tl.arange(0, M)
-    a = tl.load(LSE_A + head * S + rows, mask=rows < S, other=float("-inf"))
-    b = tl.load(LSE_B + head * S + rows, mask=rows < S, other=float("-inf"))
-    top = tl.maximum(a, b)
-    top = tl.where(top == float("-inf"), 0.0, top)  # a row that saw nothing weighs nothing
-    weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
-    total = weight_a + weight_b
-    share = tl.where(total == 0.0, 0.0, 1.0 / total)
-    out_a = load_rows(OUT_A + own, tile * M, N * D, S, M, D, True).to(tl.float32)
-    out_b = load_rows(OUT_B + own, tile * M, N * D, S, M, D, True).to(tl.float32)
-    out = out_a * (weight_a * share)[:, None] + out_b * (weight_b * share)[:, None]
-    store_rows(OUT + own, tile * M, N * D, S, out, M, D)
-    tl.store(
-        LSE + head * S + rows,
-        tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total))),
-        mask=rows < S,
-    )
-
-
-def merge(a: Partial, b: Partial, dtype: torch.dtype) -> Partial:
-    """What ops.merge.merge says, in one pass; out in the given dtype."""
-    batch, length, heads, dim = b.out.shape
-    out = torch.empty(b.out.shape, dtype=dtype, device=b.out.device)
-    lse = torch.empty(b.lse.shape, device=b.lse.device)
-    programs = batch * heads * triton.cdiv(length, 64)
-    merge_kernel[(programs,)](*(x.contiguous() for x in (*a, *b)), out, lse, length, heads, M=64, D=dim)
-    return Partial(out, lse)
-
-
-@triton.jit
-def row_dot_kernel(A, B, OUT, S, N, M: tl.constexpr, D: tl.constexpr):
-    tiles = tl.cdiv(S, M)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    own = head // N * S * N * D + head % N * D
-    a = load_rows(A + own, tile * M, N * D, S, M, D, True).to(tl.float32)
-    b = load_rows(B + own, tile * M, N * D, S, M, D, True).to(tl.float32)
-    rows = tile * M + tl.arange(0, M)
-    tl.store(OUT + head * S + rows, tl.sum(a * b, 1), mask=rows < S)
-
-
-def row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """fp32 [B, N, S]: sum over D of a * b, both [B, S, N, D] and contiguous, D a power of two."""
-    batch, length, heads, dim = a.shape
-    out = torch.empty(batch, heads, length, device=a.device)
-    row_dot_kernel[(batch * heads * triton.cdiv(length, 64),)](a, b, out, length, heads, M=64, D=dim)
-    return out

@@ -1,6 +1,7 @@
-"""Device code that adds the gradients of gathered columns into the rows that they came from, in a fixed order.
+"""Device code of gathered columns' gradients: dK and dV, and adding them into the rows that the columns came from.
 
-Several heads of a group may keep the same token, so tokens look for their columns, not columns for their tokens:
+Shapes and names of the first kernel are those of triton_blocks. For the second, several heads of a group may keep the
+same token, so tokens look for their columns, not columns for their tokens:
 
     where[b, n, token]    the column of head n that holds the token, -1 if none
     row of key head h     += sum over its query heads n of grads[b, n, where[b, n, token]]
@@ -11,6 +12,46 @@ One program owns some tokens of a key head; nothing is added atomically and unto
 import torch
 import triton
 import triton.language as tl
+
+from mtraining_nns.ops.kernels.triton_blocks import add_dkv, load_lse, load_rows, seen_columns, store_rows, tile_of
+
+
+@triton.jit
+def columns_dkv_kernel(
+    Q, K, V, DOUT, LSE, DELTA, SEEN, FIRST, DK, DV, Q_MAP, DOUT_MAP,
+    scale, N, Sq, C, nq, SEEN_WORDS, heads,
+    BLOCK: tl.constexpr, M: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Program (split, head, tile): a tile of columns against every SPLIT-th query block; dk, dv [SPLIT, B, N, C, D]."""
+    tiles = SEEN_WORDS * 32 // T
+    split = (tl.program_id(0) // (tiles * heads)).to(tl.int64)
+    head = (tl.program_id(0) // tiles % heads).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    b, n = head // N, head % N
+    k, v = (
+        load_rows(K + head * C * D, tile * T, D, C, T, D, False),
+        load_rows(V + head * C * D, tile * T, D, C, T, D, False),
+    )
+    Q += b * Sq * N * D + n * D
+    DOUT += b * Sq * N * D + n * D
+    row0, column = (b * Sq).to(tl.int32), (n * D).to(tl.int32)
+    dk, dv = tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
+    begin = tl.load(FIRST + head * tiles + tile) + split.to(tl.int32)
+    steps = tl.maximum(tl.cdiv(nq - begin, SPLIT), 0) * (BLOCK // M)
+    for t in range(0, steps):
+        i = begin + t // (BLOCK // M) * SPLIT
+        row = i * BLOCK + (t % (BLOCK // M)) * M
+        rows = row + tl.arange(0, M)
+        seen = seen_columns(SEEN + (head * nq + i) * SEEN_WORDS, tile * T, T)
+        q = tile_of(Q_MAP, Q, row0, column, row, N * D, Sq, M, D, not EVEN, TMA)
+        dout = tile_of(DOUT_MAP, DOUT, row0, column, row, N * D, Sq, M, D, not EVEN, TMA)
+        lse = load_lse(LSE + head * Sq, rows, Sq)
+        delta = tl.load(DELTA + head * Sq + rows, mask=rows < Sq, other=0.0)
+        dk, dv = add_dkv(q, dout, k, v, lse, delta, seen[:, None], dk, dv, scale, True, PRECISION)
+    out = (split * heads + head) * C * D
+    store_rows(DK + out, tile * T, D, C, dk * scale, T, D)
+    store_rows(DV + out, tile * T, D, C, dv, T, D)
 
 
 @triton.jit

@@ -15,7 +15,9 @@ against fp64 over sampled rows.
 
 import argparse
 import itertools
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton.testing
@@ -32,7 +34,10 @@ from mtraining_nns.ops.lists import block_lists
 from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
 
-BLOCK = 128
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from direct import BLOCK, Indexed, random_inputs, results  # noqa: E402
+from helpers import operator_of  # noqa: E402
+
 SHAPES = {  # query rows, key rows
     "forward": [(128, 128), (128, 64), (64, 64), (128, 32), (64, 128)],
     "dq": [(128, 128), (128, 64), (64, 64), (128, 32)],
@@ -51,9 +56,7 @@ class Shape:
         return f"S {self.seq_len:7d}  {self.heads:2d}/{self.kv_heads}  d {self.dim:3d}"
 
     def inputs(self):
-        g = torch.Generator("cuda").manual_seed(0)
-        make = lambda n: torch.randn(1, self.seq_len, n, self.dim, device="cuda", dtype=torch.bfloat16, generator=g)  # noqa: E731
-        return make(self.heads), make(self.kv_heads), make(self.kv_heads), make(self.heads)
+        return random_inputs(self.seq_len, self.heads, self.kv_heads, self.dim)
 
 
 def standard_index(seq_len: int, heads: int, density: float | None = None) -> DistanceIndex:
@@ -68,14 +71,6 @@ def of_density(seq_len: int, density: float) -> dict[str, int]:
     # a far band of 64 distances keeps two block diagonals, on average half as long as the sequence
     clusters = max(1, round(seq_len / BLOCK * (density * 5 / 6 - 2 * local / seq_len) / 2))
     return {"verticals": max(BLOCK, int(seq_len * density / 12)), "local": local, "clusters": clusters}
-
-
-def operator_of(backend: str, index: DistanceIndex | None = None, **config) -> Operator:
-    """The operator, with its index given unless None."""
-    operator = Operator(AttentionConfig(backend=backend, block=BLOCK, **config), Ring.single(), "cuda")
-    if index is not None:
-        operator._pattern = lambda layer, layout: type("Given", (), {"build": lambda *args: index})
-    return operator
 
 
 def median_ms(fn) -> float:
@@ -106,33 +101,15 @@ def backends() -> list[str]:
 
 def errors(operator, inputs, index: DistanceIndex, samples: int = 12) -> str:
     """RMS ratios of out and dq over sampled rows of the first and the last head."""
-    q, k, v, dout = (x.detach() for x in inputs)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = operator(*leaves)
-    grads = torch.autograd.grad(out, leaves, dout)
-    length, heads, group = q.shape[1], q.shape[2], q.shape[2] // k.shape[2]
+    got, direct = results(operator, inputs), Indexed(index, inputs)
+    length, heads = inputs[0].shape[1:3]
     rows = torch.randint(length, (samples,), generator=torch.Generator().manual_seed(1)).tolist() + [length - 1]
-    pairs = [[], []]
-    everything = torch.arange(length, device="cuda")
-    scale = q.shape[3] ** -0.5
-
-    def row(n, r):
-        seen = index.hit[0, n, (r // BLOCK - everything // BLOCK).clamp_min(0)]
-        seen[index.columns.position[0, n].long()] = True
-        seen &= everything <= r
-        kn, vn = k[0, seen, n // group].double(), v[0, seen, n // group].double()
-        weights = (kn @ q[0, r, n].double() * scale).softmax(0)
-        direct = weights @ vn
-        dscores = weights * (vn @ dout[0, r, n].double() - direct @ dout[0, r, n].double()) * scale
-        return direct, dscores @ kn
-
-    for n in (0, heads - 1):
-        for r in rows:
-            for pair, ours, theirs in zip(pairs, (out, grads[0]), row(n, r)):
-                pair.append((ours[0, r, n].double(), theirs))
+    pairs = list(itertools.product((0, heads - 1), rows))
+    expected = [direct.row(n, r) for n, r in pairs]
     ratios = []
-    for pair in pairs:  # each row by itself: early ones, which average few values, are the largest
-        ours, theirs = (torch.stack(x) for x in zip(*pair))
+    for name in ("out", "dq"):  # each row by itself: early ones, which average few values, are the largest
+        ours = torch.stack([got[name][0, r, n].double() for n, r in pairs])
+        theirs = torch.stack([row[name] for row in expected])
         ratios.append(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-9)).square().mean().sqrt())
     return " ".join(f"{x:.1e}" for x in ratios)
 
@@ -148,7 +125,7 @@ def report(shape: Shape, index: DistanceIndex, label: str = "") -> None:
     name = f"{shape}  {density:6.2%} {label}"
     print(f"{name}  dense    {dense[0]:8.3f} {dense[1]:8.3f}  limit {limit[0]:7.3f} {limit[1]:7.3f}", flush=True)
     for backend in backends():
-        operator = operator_of(backend, index)
+        operator = operator_of(index, device_type="cuda", backend=backend)
         ms = passes_ms(operator, inputs)
         rates = f"{flop / ms[0]:5.0f} {2.5 * flop / ms[1]:5.0f} TFLOP/s"
         share = sum(ms) / sum(limit)
@@ -218,17 +195,20 @@ def short() -> None:
     for seq_len, dim_heads in itertools.product((8192, 16384, 32768), ((16, 2, 128), (9, 3, 64))):
         shape = Shape(seq_len, *dim_heads)
         inputs = shape.inputs()
-        config = {"budget": "fixed"}
-        rows = {"FlashAttention-4": flash_attention_4, "dense operator": operator_of("auto", pattern="dense")}
+        rows = {
+            "FlashAttention-4": flash_attention_4,
+            "dense operator": Operator(AttentionConfig(pattern="dense"), Ring.single(), "cuda"),
+        }
         for density in (0.05, 0.25, 0.5):
             settings = of_density(seq_len, density)
-            kept = {
-                "k_v": settings["verticals"],
-                "k_s": settings["clusters"],
-                "local": settings["local"],
-                "cap": seq_len,
-            }
-            rows[f"sparse {density:.0%}"] = operator_of("auto", **config, **kept)
+            config = AttentionConfig(
+                budget="fixed",
+                k_v=settings["verticals"],
+                k_s=settings["clusters"],
+                local=settings["local"],
+                cap=seq_len,
+            )
+            rows[f"sparse {density:.0%}"] = Operator(config, Ring.single(), "cuda")
         for name, run in rows.items():
             ms = passes_ms(run, inputs)
             print(f"{shape}  {name:20s} {ms[0]:8.3f} {ms[1]:8.3f}  sum {sum(ms):8.3f}", flush=True)
@@ -237,7 +217,7 @@ def short() -> None:
 def sweep(shape: Shape) -> None:
     """Every tile size of one kernel with the others as they are; the whole pass is timed."""
     inputs, index = shape.inputs(), standard_index(shape.seq_len, shape.heads)
-    operator = operator_of("triton", index)
+    operator = operator_of(index, device_type="cuda", backend="triton")
     for kernel, shapes in SHAPES.items():
         best = triton_kernels.TILES[kernel, shape.dim]
         results = []
