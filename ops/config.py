@@ -10,8 +10,7 @@ PATTERNS = ("dense", "vertical_slash")
 PLANNED_PATTERNS = ("xattention", "moba")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 BUDGETS = ("top_p", "fixed")
-BACKENDS = ("auto", "torch", "triton", "cute")
-PLANNED_BACKENDS = ("cuda",)
+BACKENDS = ("auto", "torch", "triton", "cute", "cuda")
 CROSSOVER = 16384  # dense_below="auto": shorter sequences are no faster sparse at every density, docs/benchmarks.md
 
 
@@ -49,7 +48,7 @@ class AttentionConfig:
         _one_of("pattern", self.pattern, PATTERNS, PLANNED_PATTERNS)
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("budget", self.budget, BUDGETS)
-        _one_of("backend", self.backend, BACKENDS, PLANNED_BACKENDS)
+        _one_of("backend", self.backend, BACKENDS)
         if self.block < 16 or self.block & (self.block - 1):
             raise ValueError(f"attention.block must be a power of two of at least 16, got {self.block}; use 64 or 128")
         if self.granularity is not None and (self.granularity < 1 or self.granularity % self.block):

@@ -24,7 +24,7 @@ from mtraining_nns.ops.ring import Ring
 compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is compiled here: the cuda cases cover it")
 DEVICES = [pytest.param("cpu", marks=compiled), pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
-BACKENDS = pytest.mark.parametrize("backend", ["triton", "cute"])  # of CUDA devices
+BACKENDS = pytest.mark.parametrize("backend", ["triton", "cute", "cuda"])  # of CUDA devices
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def fault(backend: str, **work) -> str:
     return backends.FAULTS[backend](Device.here("cuda"), Work(**{"block": 128, **work}))
 
 
-def module_of(backend: str):
+def module_of(backend: str, **work):
     """The module of a backend; skips the test where it cannot run."""
-    if fault(backend):
-        pytest.skip(fault(backend))
+    if why := fault(backend, **work):
+        pytest.skip(why)
     return kernels.load(backend)
 
 

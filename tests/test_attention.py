@@ -242,7 +242,6 @@ def test_a_ring_checks_the_shards_before_it_talks():
 CONFIG_ERRORS = [
     ({"pattern": "stripes"}, "pattern must be one of dense, vertical_slash, got 'stripes'"),
     ({"pattern": "moba"}, "'moba' is not available"),
-    ({"backend": "cuda"}, "'cuda' is not available"),
     ({"backend": "fast"}, "backend must be one of"),
     ({"layout": "spiral"}, "layout must be one of contiguous, zigzag, striped"),
     ({"budget": "all"}, "budget must be one of top_p, fixed"),

@@ -12,6 +12,7 @@ from mtraining_nns.ops.kernels import Device, Work, backends, choose
 
 CPU, H200 = Device(type="cpu"), Device(type="cuda", capability=(9, 0))
 A100 = Device(type="cuda", capability=(8, 0))
+NO_CUDA_PACKAGE = Device(type="cuda", capability=(8, 0), without_cuda="no package")
 QWEN = {"head_dim": 128, "heads": 16, "kv_heads": 2, "dtype": torch.bfloat16}
 
 
@@ -45,6 +46,12 @@ def test_auto(device, work, expected):
         (H200, Work(block=128, deterministic=True), "cute", "attention.deterministic"),
         (H200, Work(block=128, deterministic=True), "torch", "not deterministic on CUDA"),
         (H200, Work(block=192), "triton", "block of 16 to 128 or a multiple of 128, got 192"),
+        (A100, Work(block=64), "cuda", "needs attention.block=128, got 64"),
+        (A100, Work(block=128, **QWEN | {"head_dim": 256}), "cuda", "head dims 64 and 128, got 256"),
+        (A100, Work(block=128, **QWEN | {"dtype": torch.float16}), "cuda", "bfloat16, got torch.float16"),
+        (A100, Work(block=128, deterministic=True), "cuda", "attention.deterministic"),
+        (NO_CUDA_PACKAGE, Work(block=128), "cuda", "backend=cuda cannot run: no package; use .*auto"),
+        (CPU, Work(block=128), "cuda", "backend=cuda cannot run: it needs a CUDA device"),
         (A100, Work(block=64, **QWEN | {"head_dim": 80}), "auto", "no attention kernels.*16, 32, 64 and 128, got 80"),
         (Device(type="cuda", capability=(7, 5)), Work(block=128), "auto", "compute capability 8.0 or newer"),
     ],
@@ -57,6 +64,7 @@ def test_what_cannot_run_is_refused(device, work, backend, message):
 def test_what_is_asked_for_runs():
     assert choose(H200, Work(block=128), "torch") == ("torch", "asked for")
     assert choose(H200, Work(block=128), "triton") == ("triton", "asked for")
+    assert choose(A100, Work(block=128, **QWEN), "cuda") == ("cuda", "asked for")
     assert set(kernels.KERNELS) == set(backends.FAULTS)
 
 
@@ -87,6 +95,18 @@ def test_a_broken_flash_attention_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: backends.CUTE_VERSION)
     monkeypatch.setattr(backends, "load", broken)
     assert "does not import: AttributeError" in backends._cute_fault.__wrapped__()
+
+
+def test_block_sparse_attn_is_a_reason_not_a_crash(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "block-sparse-attn is not installed" in backends._cuda_fault.__wrapped__()
+
+    def broken(name):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(backends, "load", broken)
+    assert "does not import: ImportError: undefined symbol" in backends._cuda_fault.__wrapped__()
 
 
 def test_a_backend_module_hides_no_library():

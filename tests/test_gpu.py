@@ -39,7 +39,7 @@ class Standard(Direct):
         return (self.kept(head, self.tokens // BLOCK - key // BLOCK) | is_column) & (self.tokens >= key)
 
 
-@pytest.fixture(scope="module", params=["triton", "cute"])
+@pytest.fixture(scope="module", params=["triton", "cute", "cuda"])
 def case(request):
     """The inputs, and the operator's out, lse and gradients."""
     module_of(request.param)

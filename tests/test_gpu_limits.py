@@ -25,7 +25,7 @@ GIGABYTE = 10**9
 DIAGONALS = 40  # of blocks, kept on average: about 1 % of 512K tokens
 
 
-@pytest.fixture(params=["triton", "cute"])
+@pytest.fixture(params=["triton", "cute", "cuda"])
 def backend(request):
     module_of(request.param)
     return request.param
@@ -55,12 +55,17 @@ LARGE = [
 def test_rows_and_keys_of_large_shapes(backend, shape, poison, monkeypatch):
     monkeypatch.setattr(attention, "WORKSPACE_BYTES", 1 << 60)  # all heads in one launch
     length, heads, kv_heads = shape.seq_len, shape.heads, shape.kv_heads
+    if backend == "cuda" and length * heads * shape.dim >= 1 << 31:
+        pytest.skip("the cuda backend refuses it, see test_cuda_backend.py")
     index = make_index(length, heads, BLOCK, columns=200, share=DIAGONALS * BLOCK / length, device="cuda")
     case = Indexed(index, random_inputs(length, heads, kv_heads, shape.dim))
     got = results(operator_of(index, device_type="cuda", backend=backend), case.inputs)
     for name in ("out", "dq", "dk", "dv"):
-        rows = got[name][:, 1:] if name == "dq" else got[name]  # the first row sees one key, its dq is 0
-        assert rows.isfinite().all() and (rows != 0).any(-1).all(), f"{name} has rows that nobody wrote"
+        assert got[name].isfinite().all(), name
+        written = (got[name] != 0).any(-1)[0]
+        if name == "dq":
+            written[::BLOCK] = True  # the first row of a block sees one key where no earlier one is kept, its dq is 0
+        assert written.all(), f"{name} has rows that nobody wrote"
     # apart, since early rows and keys are large: they would hide errors of the late ones
     early, late = sampled(length, 16), sampled(length, 16, low=length - length // 33)
     columns = case.columns(0).tolist()[::-40]
@@ -93,7 +98,7 @@ def test_the_index_of_524288_tokens_fits_a_gigabyte(backend):
 
     module = SimpleNamespace(forward=read_lists, workspace_bytes=kernels.load(backend).workspace_bytes)
     call = Call(index, place, module, scale, IndexStore(), None)
-    columns = call.gather_columns(k, k)
+    columns = call.gather(call.rows(), k, k)
     _, lists_bytes = peak_bytes(lambda: call.forward(q, (k, k), 0, columns, None, q.dtype))
     assert build_bytes < GIGABYTE and lists_bytes < GIGABYTE, (build_bytes, lists_bytes, heads_at_once)
     assert sum(heads_at_once) == 28 and len(heads_at_once) > 1
@@ -107,7 +112,7 @@ def test_backward_holds_no_keys_of_every_query_head(backend):
     out = operator_of(index, device_type="cuda", backend=backend)(*leaves)
     grads, peak = peak_bytes(lambda: torch.autograd.grad(out, leaves, dout))
     assert all(x.dtype == BF16 for x in grads)
-    accumulator = 4 * q.numel() if backend == "cute" else 0  # triton sums dQ in registers
+    accumulator = 0 if backend == "triton" else 4 * q.numel()  # triton sums dQ in registers
     workspace = peak - sum(x.nbytes for x in grads) - accumulator
     assert workspace < 1.5 * 4 * (k.numel() + v.numel()), f"{workspace / 1e6:.0f} MB"
 
@@ -122,9 +127,9 @@ def test_nothing_waits_for_the_device(backend):
 
 
 def assert_same(got: dict, expected: dict, backend: str) -> None:
-    """To the bit, but for the gradients of cute, which are added in any order."""
+    """To the bit, but for gradients that are added in any order."""
     for name, x in expected.items():
-        if backend == "cute" and name != "out":
+        if backend != "triton" and name != "out":
             assert rms_ratio(got[name], x) < 1e-3, name
         else:
             assert torch.equal(got[name], x), name

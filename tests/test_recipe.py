@@ -78,7 +78,7 @@ MISTAKES = [
     ("train=5", ["train", "section"]),
     ("attention.pattern=xattention", ["attention.pattern", "xattention", "not available"]),
     ("attention.pattern=spiral", ["attention.pattern", "spiral", "vertical_slash"]),
-    ("attention.backend=cuda", ["attention.backend", "not available"]),
+    ("attention.backend=fast", ["attention.backend", "cute, cuda", "fast"]),
     ("attention.granularity=96", ["granularity=96", "block=64"]),
     ("attention.dense_layers=[a]", ["attention.dense_layers", "int"]),
     ("parallel.ring=hierarchical", ["parallel.ring=hierarchical", "not available"]),

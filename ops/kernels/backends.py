@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-KERNELS = {name: f"mtraining_nns.ops.kernels.{name}" for name in ("torch", "triton", "cute")}
+KERNELS = {name: f"mtraining_nns.ops.kernels.{name}" for name in ("torch", "triton", "cute", "cuda")}
 CUTE_VERSION = "4.0.0b36"  # of flash-attn-4: lists and compile keys changed between its builds
 CUTE_CAPABILITIES = (9,)  # Hopper; Blackwell's kernels are others and unproven
 CUTE_HEAD_DIMS = (64, 128)
 CUTE_BLOCK = 128
+CUDA_HEAD_DIMS = (64, 128)  # block-sparse-attn leaves those above 128 unwritten, without an error
+CUDA_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +30,15 @@ class Device:
     capability: tuple[int, int] = (0, 0)
     without_triton: str = ""
     without_cute: str = ""
+    without_cuda: str = ""
 
     @classmethod
     def here(cls, device_type: str) -> "Device":
         """The device of this process."""
         if device_type != "cuda":
             return cls(type=device_type)
-        found = cls(type=device_type, capability=torch.cuda.get_device_capability(), without_triton=_triton_fault())
+        faults = {"without_triton": _triton_fault(), "without_cuda": _cuda_fault()}
+        found = cls(type=device_type, capability=torch.cuda.get_device_capability(), **faults)
         # importing flash-attn-4 takes seconds: only where it could serve
         return replace(found, without_cute=_cute_fault()) if found.capability[0] in CUTE_CAPABILITIES else found
 
@@ -111,13 +115,31 @@ def _cute(device: Device, work: Work) -> str:
     if work.deterministic:
         return "its backward pass adds in any order, attention.deterministic asks for one"
     if work.head_dim not in (None, *CUTE_HEAD_DIMS):
-        return f"it is proven for head dims {' and '.join(map(str, CUTE_HEAD_DIMS))}, got {work.head_dim}"
+        return f"it is proven for head dims 64 and 128, got {work.head_dim}"
     if work.dtype not in (None, torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, got {work.dtype}"
     return ""
 
 
-FAULTS = {"torch": _torch, "triton": _triton, "cute": _cute}
+def _cuda(device: Device, work: Work) -> str:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, got {device.type}"
+    if device.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, got {device.capability}"
+    if device.without_cuda or device.without_triton:
+        return device.without_cuda or device.without_triton
+    if work.block != CUDA_BLOCK:
+        return f"it needs attention.block={CUDA_BLOCK}, got {work.block}"
+    if work.deterministic:
+        return "its backward pass adds in any order, attention.deterministic asks for one"
+    if work.head_dim not in (None, *CUDA_HEAD_DIMS):
+        return f"it is proven for head dims 64 and 128, got {work.head_dim}"
+    if work.dtype not in (None, torch.bfloat16):
+        return f"it is proven in bfloat16, got {work.dtype}"
+    return ""
+
+
+FAULTS = {"torch": _torch, "triton": _triton, "cute": _cute, "cuda": _cuda}
 
 
 def _triton_fault() -> str:
@@ -137,4 +159,16 @@ def _cute_fault() -> str:
         load("cute")
     except Exception as error:  # noqa: BLE001
         return f"flash-attn-4 does not import: {type(error).__name__}: {error}"
+    return ""
+
+
+@functools.cache
+def _cuda_fault() -> str:
+    """Why block-sparse-attn cannot be used."""
+    if importlib.util.find_spec("block_sparse_attn") is None:
+        return "block-sparse-attn is not installed; docs/design.md says where it comes from"
+    try:
+        load("cuda")
+    except Exception as error:  # noqa: BLE001
+        return f"block-sparse-attn does not import: {type(error).__name__}: {error}"
     return ""

@@ -2,8 +2,8 @@
 
     python tests/bench/attention.py                    the standard pattern at S = 131072
     python tests/bench/attention.py --grid             lengths, heads, head dims and densities
-    python tests/bench/attention.py --ring             local shapes of a ring: 16K queries against 16K keys
-    python tests/bench/attention.py --short            8K and 16K, all densities, against the dense operator
+    python tests/bench/attention.py --ring             one hop of a ring of 8, 4K to 64K queries against as many keys
+    python tests/bench/attention.py --short            8K to 64K, index included, against the dense operator
     python tests/bench/attention.py --sweep            tile sizes, to choose the table in ops/kernels/triton.py
 
 Forward and backward are the operator's own passes with the index given: block lists, the gathering of columns and
@@ -14,6 +14,7 @@ against fp64 over sampled rows.
 """
 
 import argparse
+import functools
 import itertools
 import sys
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from mtraining_nns.ops.index import DistanceIndex
 from mtraining_nns.ops.kernels import Keys, Tape
 from mtraining_nns.ops.kernels import triton as triton_kernels
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.lists import block_lists
+from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
 
@@ -96,7 +97,7 @@ def flash_attention_4(q, k, v):
 
 def backends() -> list[str]:
     work, here = kernels.Work(block=BLOCK), kernels.Device.here("cuda")
-    return [name for name in ("triton", "cute") if not kernels.backends.FAULTS[name](here, work)]
+    return [name for name in ("triton", "cuda", "cute") if not kernels.backends.FAULTS[name](here, work)]
 
 
 def errors(operator, inputs, index: DistanceIndex, samples: int = 12) -> str:
@@ -114,13 +115,19 @@ def errors(operator, inputs, index: DistanceIndex, samples: int = 12) -> str:
     return " ".join(f"{x:.1e}" for x in ratios)
 
 
+@functools.cache
+def dense_ms(shape: Shape) -> tuple[float, float]:
+    """FlashAttention-4's causal attention, where it is installed."""
+    return passes_ms(flash_attention_4, shape.inputs()) if "cute" in backends() else (float("nan"),) * 2
+
+
 def report(shape: Shape, index: DistanceIndex, label: str = "") -> None:
     """The rows of one shape and pattern."""
     inputs = shape.inputs()
     density = index.density(shape.seq_len).item()
     pairs = density * shape.heads * shape.seq_len * (shape.seq_len + 1) / 2
     flop = 4 * shape.dim * pairs / 1e9
-    dense = passes_ms(flash_attention_4, inputs) if "cute" in backends() else (float("nan"),) * 2
+    dense = dense_ms(shape)
     limit = [ms * density for ms in dense]
     name = f"{shape}  {density:6.2%} {label}"
     print(f"{name}  dense    {dense[0]:8.3f} {dense[1]:8.3f}  limit {limit[0]:7.3f} {limit[1]:7.3f}", flush=True)
@@ -145,13 +152,21 @@ def standard() -> None:
 def index_cost(shape: Shape) -> None:
     """Estimate with budgets, and the lists of both passes."""
     q, k, *_ = shape.inputs()
-    index = standard_index(shape.seq_len, shape.heads)
+    given = standard_index(shape.seq_len, shape.heads)
     place, config = Place(Layout(seq_len=shape.seq_len, block=BLOCK), Ring.single()), AttentionConfig()
     starts = place.layout.block_starts(0, "cuda")
+
+    def estimate():
+        return vertical_slash.build(q, k, place, config, shape.dim**-0.5)
+
+    def lists(index, both: bool):
+        return block_lists(index, starts, starts, diagonal=True, both=both), column_tiles(index.columns, starts)
+
     rows = {
-        "estimate, top-p": lambda: vertical_slash.build(q, k, place, config, shape.dim**-0.5),
-        "lists forward": lambda: block_lists(index, starts, starts, diagonal=True, both=False),
-        "lists backward": lambda: block_lists(index, starts, starts, diagonal=True, both=True),
+        "estimate, top-p": estimate,
+        "lists forward": lambda: lists(given, False),
+        "lists backward": lambda: lists(given, True),
+        "all of it": lambda: [lists(index, both) for index in (estimate(),) for both in (False, True)],
     }
     for name, run in rows.items():
         print(f"{shape}  {name:24s}{median_ms(run):8.3f} ms", flush=True)
@@ -165,38 +180,44 @@ def grid() -> None:
 
 
 def ring() -> None:
-    """One hop of a striped ring of 8 over 128K: 16K queries against 16K keys of another rank."""
-    for shape, backend in itertools.product((Shape(), Shape(131072, 32, 8, 128)), backends()):
-        hop(shape, backend)
+    """One hop of a striped ring of 8: queries of a rank against the keys of another one, without columns."""
+    for local, density in itertools.product((4096, 16384, 65536), (0.02, 0.05, 0.1, 0.25)):
+        hop(Shape(8 * local), density)
+    hop(Shape(131072, 32, 8, 128), 0.05)
+    hop(Shape(131072, 9, 3, 64), 0.05)
 
 
-def hop(shape: Shape, backend: str) -> None:
-    layout, module, scale = Layout(seq_len=shape.seq_len, world=8, block=BLOCK), kernels.load(backend), shape.dim**-0.5
-    index = standard_index(shape.seq_len, shape.heads)
-    q, k, v, dout = (x[:, : layout.local_len].contiguous() for x in shape.inputs())
+def hop(shape: Shape, density: float) -> None:
+    """The rows of one shape: each backend alone, then forward by one and backward by another is the sum of two."""
+    layout, scale = Layout(seq_len=shape.seq_len, world=8, block=BLOCK), shape.dim**-0.5
+    index = standard_index(shape.seq_len, shape.heads, density)
+    local = Shape(layout.local_len, shape.heads, shape.kv_heads, shape.dim)
+    q, k, v, dout = local.inputs()
     starts = [layout.block_starts(rank, "cuda") for rank in (3, 1)]
 
     def keys(both: bool) -> Keys:
         return Keys(k, v, block_lists(index, *starts, diagonal=False, both=both))
 
-    out, lse = module.forward(q, keys(False), scale=scale, out_dtype=q.dtype)
-    tape, carry, dq = Tape(dout, out, lse, scale), (out.float(), lse), torch.zeros(q.shape, device="cuda")
-    ms = (
-        median_ms(lambda: module.forward(q, keys(False), scale=scale, carry=carry)),
-        median_ms(lambda: module.backward(q, keys(True), tape, carry=dq)),
-    )
     flop = 4 * shape.dim * keys(False).blocks.by_query.count.sum().item() * BLOCK**2 / 1e9
-    rates = f"{flop / ms[0]:5.0f} {2.5 * flop / ms[1]:5.0f} TFLOP/s"
-    print(f"{shape}  hop 16K x 16K  {backend:8s} {ms[0]:8.3f} {ms[1]:8.3f}  {rates}", flush=True)
+    for backend in backends():
+        module = kernels.load(backend)
+        out, lse = module.forward(q, keys(False), scale=scale, out_dtype=q.dtype)
+        tape, carry, dq = Tape(dout, out, lse, scale), (out.float(), lse), torch.zeros(q.shape, device="cuda")
+        ms = (
+            median_ms(lambda: module.forward(q, keys(False), scale=scale, carry=carry)),  # noqa: B023
+            median_ms(lambda: module.backward(q, keys(True), tape, carry=dq)),  # noqa: B023
+        )
+        rates = f"{flop / ms[0]:5.0f} {2.5 * flop / ms[1]:5.0f} TFLOP/s"
+        print(f"hop of {local}  {density:4.0%}  {backend:8s} {ms[0]:8.3f} {ms[1]:8.3f}  {rates}", flush=True)
 
 
 def short() -> None:
     """Sparse against the dense operator and FlashAttention-4 alone, index included."""
-    for seq_len, dim_heads in itertools.product((8192, 16384, 32768), ((16, 2, 128), (9, 3, 64))):
+    for seq_len, dim_heads in itertools.product((8192, 16384, 32768, 65536), ((16, 2, 128), (9, 3, 64))):
         shape = Shape(seq_len, *dim_heads)
         inputs = shape.inputs()
         rows = {
-            "FlashAttention-4": flash_attention_4,
+            "dense FlashAttention-4": flash_attention_4,
             "dense operator": Operator(AttentionConfig(pattern="dense"), Ring.single(), "cuda"),
         }
         for density in (0.05, 0.25, 0.5):
@@ -211,7 +232,8 @@ def short() -> None:
             rows[f"sparse {density:.0%}"] = Operator(config, Ring.single(), "cuda")
         for name, run in rows.items():
             ms = passes_ms(run, inputs)
-            print(f"{shape}  {name:20s} {ms[0]:8.3f} {ms[1]:8.3f}  sum {sum(ms):8.3f}", flush=True)
+            kept = run.last[0][0].density(seq_len).item() if isinstance(run, Operator) else 1.0
+            print(f"{shape}  {name:24s} {kept:4.0%} {ms[0]:8.3f} {ms[1]:8.3f}  sum {sum(ms):8.3f}", flush=True)
 
 
 def sweep(shape: Shape) -> None:

@@ -1,0 +1,195 @@
+"""Sparse attention on CUDA C++ packages for Ampere and newer GPUs: block-sparse-attn for lists, flash-attn 2 for dense.
+
+    kept blocks        block-sparse-attn, blocks of 128 x 128, the diagonal masked causally
+    every block        flash-attn 2.7 or newer, causal; without the package, block-sparse-attn with every block listed
+    gathered columns   the Triton backend, merged in fp32
+
+block-sparse-attn walks its lists from the last block to the first:
+
+    count=[0, 1, 2] index=[[-, -, -], [0, -, -], [0, 1, -]] with diagonal becomes [[0, -1, -1], [1, 0, -1], [2, 1, 0]]
+
+Rounding: out and the gradients of one ring step come in 16 bits and are summed in fp32; dK and dV of a group of query
+heads are rounded once a head. The backward pass adds into dQ in any order.
+"""
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from block_sparse_attn.block_sparse_attn_interface import _block_sparse_attn_backward, _block_sparse_attn_forward
+
+from mtraining_nns.ops.index import BlockIndex, Lists
+from mtraining_nns.ops.kernels import triton as columns_backend
+from mtraining_nns.ops.kernels import triton_rows
+from mtraining_nns.ops.kernels.backends import CUDA_BLOCK as BLOCK
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
+from mtraining_nns.ops.kernels.triton_lists import chunk
+from mtraining_nns.ops.merge import Partial
+
+# flash-attn-4 also installs a folder flash_attn, but none with this file
+HAS_FLASH_ATTN = bool(importlib.util.find_spec("flash_attn")) and bool(
+    importlib.util.find_spec("flash_attn.flash_attn_interface")
+)
+if HAS_FLASH_ATTN:
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+PLAIN = {"window_size_left": -1, "window_size_right": -1}  # no window, in either package
+DENSE = {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, **PLAIN}
+
+
+def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+    """Attention over the listed blocks and the columns, merged with `carry`."""
+    _check(q, keys)
+    part = _dense_forward(q, keys, scale) if _causal(keys) else _blocks_forward(q, keys, scale)
+    dtype = out_dtype or torch.float32
+    if keys.columns is not None:
+        part = _merged(carry, part, torch.float32)
+        return columns_backend.forward(q, _columns_alone(keys), scale=scale, carry=part, out_dtype=dtype)
+    return _merged(carry, part, dtype)
+
+
+def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+    """Gradients over the listed blocks and the columns."""
+    _check(q, keys)
+    dq, dkv = _dense_backward(q, keys, tape) if _causal(keys) else _blocks_backward(q, keys, tape)
+    if keys.columns is None:
+        return Grads(joined(carry, dq, dq_dtype), dkv, None)
+    dq = joined(carry, dq, torch.float32)
+    dq, _, columns = columns_backend.backward(q, _columns_alone(keys), tape, carry=dq, dq_dtype=dq_dtype)
+    return Grads(dq, dkv, columns)
+
+
+def workspace_bytes(q, k, block: int, columns: int) -> int:
+    """Bytes that one key head and its query heads need beside their results."""
+    batch, length, _, dim = q.shape
+    group = q.shape[2] // k.shape[2]
+    # both lists and one of them the other way round; dQ in fp32 and 16 bits; dK and dV of every query head
+    lists = list_bytes(q, k, block) * 3 // 2
+    return lists + batch * group * dim * (length * (4 + 2) + k.shape[1] * 2 * 2) + batch * k.shape[1] * dim * 2 * 4
+
+
+def _check(q, keys: Keys) -> None:
+    if keys.blocks.row_bits is not None:
+        raise ValueError("the cuda backend takes whole blocks, this pattern chooses rows; use attention.backend=triton")
+    if q.shape[1] * q.stride(1) >= 1 << 31:
+        # block-sparse-attn's backward pass moves from one listed block to the next by a 32-bit offset
+        raise ValueError(
+            f"the cuda backend takes fewer than 2^31 elements between the first and last query of a rank, got"
+            f" {q.shape[1]} tokens of {q.stride(1)}; use more ranks or attention.backend=triton"
+        )
+
+
+def _causal(keys: Keys) -> bool:
+    """Everything up to the diagonal: no list needed."""
+    return HAS_FLASH_ATTN and keys.blocks.dense and keys.blocks.diagonal
+
+
+def _merged(carry: Partial | None, part: Partial, dtype) -> Partial:
+    return Partial(part.out.to(dtype), part.lse) if carry is None else triton_rows.merge(carry, part, dtype)
+
+
+def _dense_forward(q, keys: Keys, scale) -> Partial:
+    out, lse, *_ = _flash_attn_forward(q, keys.k, keys.v, softmax_scale=scale, return_softmax=False, **DENSE)
+    return Partial(out, lse)
+
+
+def _dense_backward(q, keys: Keys, tape: Tape):
+    dq, dkv = torch.empty_like(q), torch.empty(2, *keys.k.shape, dtype=q.dtype, device=q.device)
+    _flash_attn_backward(
+        tape.dout, q, keys.k, keys.v, tape.out, tape.lse, dq, *dkv,
+        softmax_scale=tape.scale, deterministic=False, **DENSE,
+    )  # fmt: skip
+    return dq, dkv
+
+
+def _blocks_forward(q, keys: Keys, scale) -> Partial:
+    lists = descending(keys.blocks.by_query, keys.blocks.diagonal, own_first=True)
+    out, lse, *_ = _block_sparse_attn_forward(
+        *_flat(q, keys.k, keys.v), row_blockmask=_per_batch(lists, q), softmax_scale=scale, exact_streaming=False,
+        return_softmax=False, **_sizes(q, keys, shared=lists.shape[1] == 1),
+    )  # fmt: skip
+    # a query block without any key block gets +inf
+    return Partial(out.view(q.shape), torch.where(lse == torch.inf, -torch.inf, lse))
+
+
+def _blocks_backward(q, keys: Keys, tape: Tape):
+    assert keys.blocks.by_key is not None, "lists by key are for backward passes: build them with both=True"
+    lists = descending(keys.blocks.by_key, keys.blocks.diagonal, own_first=False)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dkv = torch.empty(2, *keys.k.shape, dtype=q.dtype, device=q.device)
+    _block_sparse_attn_backward(
+        *_flat(tape.dout, q, keys.k, keys.v, tape.out), tape.lse.contiguous(), *_flat(dq, *dkv),
+        col_blockmask=_per_batch(lists, q), softmax_scale=tape.scale, zero_tensors=True, deterministic=False,
+        rng_state=torch.empty(2, dtype=torch.int64, device=q.device), **_sizes(q, keys, shared=lists.shape[1] == 1),
+    )  # fmt: skip
+    return dq, dkv
+
+
+def _flat(*tensors):
+    """[B, S, N, D] -> [B * S, N, D]: the package takes sequences laid end to end."""
+    return [x.flatten(0, 1) for x in tensors]
+
+
+def _per_batch(lists, q):
+    return lists if lists.shape[0] == q.shape[0] else lists.expand(q.shape[0], -1, -1, -1).contiguous()
+
+
+def _sizes(q, keys: Keys, *, shared: bool) -> dict:
+    """What both passes say of the shapes. shared: all heads read the first list."""
+    (batch, q_len, heads, _), k_len = q.shape, keys.k.shape[1]
+    ints = {"dtype": torch.int32, "device": q.device}
+    return {
+        "cu_seqlens_q": torch.arange(0, (batch + 1) * q_len, q_len, **ints),
+        "cu_seqlens_k": torch.arange(0, (batch + 1) * k_len, k_len, **ints),
+        "max_seqlen_q_": q_len,
+        "max_seqlen_k_": k_len,
+        "m_block_dim": BLOCK,
+        "n_block_dim": BLOCK,
+        "head_mask_type": torch.ones(heads, **ints) if shared else torch.arange(1, heads + 1, **ints),
+        "streaming_info": torch.zeros(2 * heads, **ints),  # not used, but its address is read
+        "p_dropout": 0.0,
+        "is_causal": keys.blocks.diagonal,
+        **PLAIN,
+    }
+
+
+def _columns_alone(keys: Keys) -> Keys:
+    """The columns with lists that hold no block."""
+    blocks: BlockIndex = keys.blocks
+    by_query, by_key = (
+        lists and Lists(torch.zeros_like(lists.count), lists.index) for lists in (blocks.by_query, blocks.by_key)
+    )
+    return keys._replace(blocks=replace(blocks, by_query=by_query, by_key=by_key, diagonal=False, dense=False))
+
+
+def descending(lists: Lists, diagonal: bool, *, own_first: bool) -> torch.Tensor:
+    """int32 [B, N, rows, width]: each row's blocks from the last to the first, then -1.
+
+    diagonal adds the row's own number, as its last block (own_first, lists by query) or its first (lists by key).
+    """
+    (*heads, rows, width), device = lists.index.shape, lists.index.device
+    # one entry more: the package reads the one after a full row
+    flat = torch.empty(lists.index.numel() + 1, dtype=torch.int32, device=device)
+    result = flat[:-1].view(*heads, rows, width)
+    descending_rows[(lists.count.numel(),)](
+        *lists, result, rows, width, FIRST=int(diagonal and own_first), LAST=int(diagonal and not own_first),
+        CHUNK=chunk(width),
+    )  # fmt: skip
+    return result
+
+
+@triton.jit
+def descending_rows(
+    COUNT, INDEX, RESULT, rows, width, FIRST: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Program (head, row)."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(COUNT + row)
+    for first in range(0, width, CHUNK):
+        slot = first + tl.arange(0, CHUNK)
+        source = count - 1 - slot + FIRST
+        listed = tl.load(INDEX + row * width + source, mask=(source >= 0) & (source < count), other=-1)
+        own = (slot == 0) if FIRST else (slot == count) & (LAST == 1)
+        tl.store(RESULT + row * width + slot, tl.where(own, tl.program_id(0) % rows, listed), mask=slot < width)
