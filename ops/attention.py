@@ -21,7 +21,7 @@ import torch
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.config import AttentionConfig
-from mtraining_nns.ops.index import DistanceIndex
+from mtraining_nns.ops.index import BlockIndex, DistanceIndex
 from mtraining_nns.ops.kernels import GatheredColumns, Grads, Keys, Tape
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
@@ -43,8 +43,8 @@ class Operator:
 
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
         self.config, self.ring, self.device_type = config.resolved(), ring, device_type
-        self.device = kernels.Device.here(device_type)
-        self.backend, self.reason = self._choose()
+        self.device, self.shape = kernels.Device.here(device_type), {}
+        self.choice()
         self.store = IndexStore()
         self.last: dict[int, tuple[DistanceIndex, Layout]] = {}  # what each layer kept last, for read_stats
 
@@ -68,15 +68,21 @@ class Operator:
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
             self.prepare(q.shape[3], q.shape[2], k.shape[2], q.dtype)
-            call = Call(index, Place(layout, self.ring), kernels.load(self.backend), scale, self.store, token)
+            backend, _ = self.choice(layout.seq_len, layer)
+            call = Call(index, Place(layout, self.ring), kernels.load(backend), scale, self.store, token)
             return _SparseRing.apply(q, k, v, call)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-        """Choose the backend for a model's shape. Raises ValueError where none, or not the one asked for, can do it."""
-        self.backend, self.reason = self._choose(head_dim=head_dim, heads=heads, kv_heads=kv_heads, dtype=dtype)
+        """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
+        self.shape = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
+        self.choice()
 
-    def _choose(self, **shape) -> tuple[str, str]:
-        work = kernels.Work(block=self.config.block, deterministic=self.config.deterministic, **shape)
+    def choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:
+        """(backend, reason) for a global sequence and a layer, as far as they are known."""
+        known = self.shape
+        if seq_len is not None:
+            known = known | {"queries": self.layout(seq_len).local_len, "dense": self._keeps_all(layer, seq_len)}
+        work = kernels.Work(block=self.config.block, deterministic=self.config.deterministic, **known)
         return kernels.choose(self.device, work, self.config.backend)
 
     def __reduce__(self):
@@ -107,11 +113,15 @@ class Operator:
             pattern = f"dense, since {seq_len} tokens are fewer than attention.dense_below={self.config.dense_below}"
         elif self.config.dense_layers:
             pattern += f", dense in layers {', '.join(map(str, self.config.dense_layers))}"
-        return f"attention backend {self.backend}: {self.reason}; pattern {pattern}"
+        backend, reason = self.choice(seq_len)
+        return f"attention backend {backend}: {reason}; pattern {pattern}"
 
     def _pattern(self, layer: int, layout: Layout):
-        keep_all = layer in self.config.dense_layers or layout.seq_len < self.config.dense_below
-        return PATTERNS["dense" if keep_all else self.config.pattern]
+        return PATTERNS["dense" if self._keeps_all(layer, layout.seq_len) else self.config.pattern]
+
+    def _keeps_all(self, layer: int | None, seq_len: int) -> bool:
+        config = self.config
+        return config.pattern == "dense" or layer in config.dense_layers or seq_len < config.dense_below
 
     def _check(self, q, k, v, layout: Layout, seq_len: int | None) -> None:
         if self.ring.world > 1 and seq_len is None:
@@ -195,7 +205,10 @@ class Call:
     def _keys(self, kv, source: int, columns, heads: slice, kv_heads: slice, *, both: bool) -> Keys:
         starts = self._starts(self.place.ring.rank), self._starts(source)
         diagonal = source == self.place.ring.rank
-        blocks = block_lists(self.index.heads(heads), *starts, diagonal=diagonal, both=both)
+        if self.index.dense and diagonal and self.kernels.CAUSAL_WITHOUT_LISTS:
+            blocks = BlockIndex.causal(starts[0], self.index.block)
+        else:
+            blocks = block_lists(self.index.heads(heads), *starts, diagonal=diagonal, both=both)
         k, v = (x[:, :, kv_heads] for x in kv)
         return Keys(k, v, blocks, columns and columns.heads(heads))
 

@@ -6,49 +6,65 @@ rank waits to learn how many rows there are. Gradients go the same way back: sum
 the owner's rows.
 """
 
+from functools import cached_property
+
 import torch
 
-from mtraining_nns.ops.index import COLUMN_TILE, ColumnIndex
+from mtraining_nns.ops.index import COLUMN_TILE, NO_COLUMN, ColumnIndex
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Ring
 
 
 class Columns:
-    """The local rows of a ColumnIndex under a layout, C rounded up to whole tiles.
+    """The columns of an index under a layout, C rounded up to whole tiles.
 
-    row: int64 [B, N, C] local row of each column, 0 where another rank owns it; mine: bool [B, N, C].
+    position: int32 [B, N, C], NO_COLUMN past the count; own: int32 [n], where this rank keeps each global block or -1.
     """
 
     def __init__(self, columns: ColumnIndex, layout: Layout, ring: Ring):
-        filled = torch.nn.functional.pad(columns.position, (0, -columns.position.shape[-1] % COLUMN_TILE))
-        owner, row = layout.locate(filled.long())
-        valid = torch.arange(row.shape[-1], device=row.device) < columns.count[..., None]
-        self.mine = valid & (owner == ring.rank)
-        self.row = torch.where(self.mine, row, 0)
-        self.ring = ring
+        filling = -columns.position.shape[-1] % COLUMN_TILE
+        self.position = torch.nn.functional.pad(columns.position, (0, filling), value=NO_COLUMN)
+        self.own = layout.own_blocks(ring.rank, columns.position.device)
+        self.block, self.ring = columns.block, ring
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[2, B, N, C, D]: keys and values of every column, zero past the count, equal on all ranks."""
-        kv = torch.stack([self._rows(k), self._rows(v)])
-        return self.ring.sum(kv * self.mine[..., None].to(kv.dtype))
+        if _has_kernels(k):
+            from mtraining_nns.ops.kernels.triton_columns import gather_rows
+
+            return self.ring.sum(gather_rows(self.position, self.own, self.block, k, v))
+        row, mine = self._local
+        batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
+        head = torch.arange(row.shape[1], device=k.device) // (row.shape[1] // k.shape[2])
+        kv = torch.stack([x[batch, row, head[:, None]] for x in (k, v)])
+        return self.ring.sum(kv * mine[..., None].to(kv.dtype))
 
     def scatter_add(self, grads: torch.Tensor, dkv: torch.Tensor) -> None:
         """Add the ring's sum of fp32 [2, B, N, C, D] into the owners' rows of dkv [2, B, S, H, D]."""
         grads = self.ring.sum(grads)
-        if dkv.is_cuda and dkv.shape[-1].bit_count() == 1:
+        if _has_kernels(dkv):
             from mtraining_nns.ops.kernels.triton_columns import add_rows
 
-            add_rows(grads, self.row, self.mine, dkv)
+            add_rows(grads, self.position, self.own, self.block, dkv)
             return
-        grads = grads * self.mine[..., None]
-        group = self.row.shape[1] // dkv.shape[3]
+        row, mine = self._local
+        grads = grads * mine[..., None]
+        group = row.shape[1] // dkv.shape[3]
         # heads of one kv group share tokens: one head of each group at a time, so no row is added to twice at once
         for member in range(group):
-            row = self.row[:, member::group].transpose(1, 2)[..., None].expand(-1, -1, -1, dkv.shape[-1])
+            rows = row[:, member::group].transpose(1, 2)[..., None].expand(-1, -1, -1, dkv.shape[-1])
             for grad, total in zip(grads, dkv, strict=True):
-                total.scatter_add_(1, row, grad[:, member::group].transpose(1, 2))
+                total.scatter_add_(1, rows, grad[:, member::group].transpose(1, 2))
 
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        batch = torch.arange(x.shape[0], device=x.device)[:, None, None]
-        head = torch.arange(self.row.shape[1], device=x.device) // (self.row.shape[1] // x.shape[2])
-        return x[batch, self.row, head[:, None]]
+    @cached_property
+    def _local(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64 [B, N, C] local row of each column, bool: this rank owns it); row 0 where it does not."""
+        block = (self.position // self.block).long()
+        place = torch.where(self.position == NO_COLUMN, -1, self.own[block.clamp_max(len(self.own) - 1)])
+        mine = place >= 0
+        return torch.where(mine, place.long() * self.block + self.position % self.block, 0), mine
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    """Kernels do head dims that are powers of two."""
+    return x.is_cuda and x.shape[-1].bit_count() == 1

@@ -54,8 +54,9 @@ class Lists(NamedTuple):
 class BlockIndex:
     """Kept blocks of one ring step: local query blocks against local key blocks of one source rank.
 
-    by_query: for each query block the key blocks that it keeps, all of them strictly earlier, hence seen whole.
-    by_key: the same for each key block; None in forward passes.
+    by_query: for each query block the key blocks that it keeps, all of them strictly earlier, hence seen whole; None
+    only in what `causal` makes.
+    by_key: the same for each key block; None in forward passes, too.
     diagonal: the source is this rank itself, and each query block also sees its own key block, causally.
     dense: every earlier block is kept, so that a kernel may count blocks instead of reading lists.
     q_starts, k_starts: int32 [nq], [nk] global position of each block's first token.
@@ -65,7 +66,7 @@ class BlockIndex:
     Example: count=[0, 1, 2] index=[[-, -], [0, -], [0, 1]] with diagonal keeps (0,0) (1,0) (1,1) (2,0) (2,1) (2,2).
     """
 
-    by_query: Lists
+    by_query: Lists | None
     by_key: Lists | None
     diagonal: bool
     q_starts: torch.Tensor
@@ -82,6 +83,12 @@ class BlockIndex:
         return cls(
             by_query=both[0], by_key=both[1], diagonal=diagonal, q_starts=q_starts, k_starts=k_starts, block=block
         )
+
+    @classmethod
+    def causal(cls, starts: torch.Tensor, block: int) -> "BlockIndex":
+        """A rank's own keys, all of them, for backends that need no lists to know which."""
+        lists = {"by_query": None, "by_key": None}
+        return cls(**lists, diagonal=True, q_starts=starts, k_starts=starts, block=block, dense=True)
 
 
 class ColumnTiles(NamedTuple):

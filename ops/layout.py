@@ -97,6 +97,14 @@ class Layout:
         """int32 [local_blocks]: global position of each local block's first token. Shared, do not write."""
         return _tables(self, rank, torch.device(device or "cpu"))[1]
 
+    def own_blocks(self, rank: int, device=None) -> torch.Tensor:
+        """int32 [global_blocks]: where a rank keeps each global block, -1 if another rank does. Shared, do not write.
+
+        >>> Layout(seq_len=8, world=2, kind="zigzag", block=2).own_blocks(0).tolist()
+        [0, -1, -1, 1]
+        """
+        return _tables(self, rank, torch.device(device or "cpu"))[2]
+
     def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(rank, local index) of global positions; any shape, values outside the sequence give some rank and index."""
         chunk = positions // self.chunk
@@ -135,7 +143,10 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def _tables(layout: Layout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(layout: Layout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # kept on the device: copying them there in every layer would make the host wait for the stream
     positions = (layout.chunks(rank)[:, None] * layout.chunk + torch.arange(layout.chunk)).reshape(-1)
-    return positions.to(device), positions[:: layout.block].to(device, torch.int32)
+    starts = positions[:: layout.block]
+    own = torch.full([layout.global_blocks], -1, dtype=torch.int32)
+    own[starts // layout.block] = torch.arange(len(starts), dtype=torch.int32)
+    return positions.to(device), starts.to(device, torch.int32), own.to(device)

@@ -13,6 +13,7 @@ from mtraining_nns.ops.kernels import Device, Work, backends, choose
 CPU, H200 = Device(type="cpu"), Device(type="cuda", capability=(9, 0))
 A100 = Device(type="cuda", capability=(8, 0))
 NO_CUDA_PACKAGE = Device(type="cuda", capability=(8, 0), without_cuda="no package")
+NO_TRITON = Device(type="cuda", capability=(9, 0), without_triton="no triton")
 QWEN = {"head_dim": 128, "heads": 16, "kv_heads": 2, "dtype": torch.bfloat16}
 
 
@@ -26,6 +27,11 @@ QWEN = {"head_dim": 128, "heads": 16, "kv_heads": 2, "dtype": torch.bfloat16}
         (H200, Work(block=128, deterministic=True), ("triton", "attention.deterministic")),
         (H200, Work(block=128, **QWEN | {"head_dim": 32}), ("triton", "proven for head dims 64 and 128, got 32")),
         (H200, Work(block=128, **QWEN | {"dtype": torch.float32}), ("triton", "got torch.float32")),
+        (H200, Work(block=128, **QWEN | {"heads": 22}), ("triton", "query heads a key head, got 22/2")),
+        (H200, Work(block=128, queries=16384, **QWEN), ("triton", "faster than cute .* got 16384")),
+        (H200, Work(block=128, queries=16384, dense=True, **QWEN), ("cute", "the fastest on this device")),
+        (H200, Work(block=128, queries=16512, **QWEN), ("cute", "the fastest on this device")),
+        (NO_TRITON, Work(block=128, queries=16384, **QWEN), ("cute", "the fastest on this device")),
         (A100, Work(block=128, **QWEN), ("triton", r"compute capability 9.x only, got \(8, 0\)")),
         (Device(type="cuda", capability=(10, 0)), Work(block=128), ("triton", r"got \(10, 0\)")),
         (Device(type="cuda", capability=(9, 0), without_cute="no FA4"), Work(block=128), ("triton", "no FA4")),

@@ -31,7 +31,7 @@ from mtraining_nns.ops.ring import Ring
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
-RATIOS = ((8, 8), (14, 2), (28, 4), (16, 2), (9, 3), (40, 8), (32, 8), (4, 2))
+RATIOS = ((8, 8), (14, 2), (28, 4), (16, 2), (9, 3), (40, 8), (32, 8), (4, 2), (6, 1), (12, 1), (32, 2))
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 1000, 4095)
 RESULTS = ("out", "dq", "dk", "dv")
 
@@ -193,7 +193,7 @@ def test_the_backward_pass_gives_one_result():
     index = make_index(1000, 4, 128, columns=200, device="cuda")
     operator = operator_of(index, device_type="cuda", deterministic=True)
     operator.prepare(128, 4, 2, BF16)
-    assert operator.backend == "triton"
+    assert operator.choice(1000)[0] == "triton"
     inputs = make_qkv(1000, 4, 2, 128, dtype=BF16, device="cuda")
     first = with_grads(operator, *inputs)
     for _ in range(29):

@@ -18,6 +18,8 @@ CUTE_VERSION = "4.0.0b36"  # of flash-attn-4: lists and compile keys changed bet
 CUTE_CAPABILITIES = (9,)  # Hopper; Blackwell's kernels are others and unproven
 CUTE_HEAD_DIMS = (64, 128)
 CUTE_BLOCK = 128
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # query heads a key head that cute and cuda are proven for
+SHORT = 16384  # sparse queries of a rank up to which triton is faster than cute: docs/benchmarks.md, hops of a ring
 CUDA_HEAD_DIMS = (64, 128)  # block-sparse-attn leaves those above 128 unwritten, without an error
 CUDA_BLOCK = 128
 
@@ -45,10 +47,15 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a backend is asked for. head_dim, heads, kv_heads and dtype are None before the model is known."""
+    """What a backend is asked for. None is not known yet: the model's shape, or how many queries a rank has.
+
+    dense: every block is kept.
+    """
 
     block: int
     deterministic: bool = False
+    dense: bool = False
+    queries: int | None = None
     head_dim: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
@@ -66,10 +73,12 @@ def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]
     if device.type != "cuda":
         return "torch", f"the backend for {device.type} devices"
     faults = {name: FAULTS[name](device, work) for name in ("cute", "triton")}
-    if not faults["cute"]:
+    short = not work.dense and work.queries is not None and work.queries <= SHORT
+    if not faults["cute"] and (faults["triton"] or not short):
         return "cute", "the fastest on this device, FlashAttention-4"
     if not faults["triton"]:
-        return "triton", f"portable; cute cannot: {faults['cute']}"
+        faster = f"faster than cute for at most {SHORT} sparse queries a rank, got {work.queries}"
+        return "triton", f"portable; cute cannot: {faults['cute']}" if faults["cute"] else faster
     raise ValueError(f"no attention kernels for CUDA: triton: {faults['triton']}; cute: {faults['cute']}")
 
 
@@ -116,6 +125,8 @@ def _cute(device: Device, work: Work) -> str:
         return "its backward pass adds in any order, attention.deterministic asks for one"
     if work.head_dim not in (None, *CUTE_HEAD_DIMS):
         return f"it is proven for head dims 64 and 128, got {work.head_dim}"
+    if fault := _group_fault(work):
+        return fault
     if work.dtype not in (None, torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, got {work.dtype}"
     return ""
@@ -134,9 +145,17 @@ def _cuda(device: Device, work: Work) -> str:
         return "its backward pass adds in any order, attention.deterministic asks for one"
     if work.head_dim not in (None, *CUDA_HEAD_DIMS):
         return f"it is proven for head dims 64 and 128, got {work.head_dim}"
+    if fault := _group_fault(work):
+        return fault
     if work.dtype not in (None, torch.bfloat16):
         return f"it is proven in bfloat16, got {work.dtype}"
     return ""
+
+
+def _group_fault(work: Work) -> str:
+    if work.heads is None or work.heads // work.kv_heads in GROUPS:
+        return ""
+    return f"it is proven for {', '.join(map(str, GROUPS))} query heads a key head, got {work.heads}/{work.kv_heads}"
 
 
 FAULTS = {"torch": _torch, "triton": _triton, "cute": _cute, "cuda": _cuda}

@@ -41,10 +41,14 @@ class Tape:
     out: Tensor
     lse: Tensor
     scale: float
+    whole: "Tape | None" = None  # of all heads, if this one is of some
+    chosen: slice | None = None
 
     @cached_property
     def delta(self) -> Tensor:
         """fp32 [B, N, S]: rowsum(dout * out), the derivative of the softmax's normaliser."""
+        if self.whole is not None:
+            return self.whole.delta[:, self.chosen].contiguous()
         if self.out.is_cuda and self.out.shape[-1].bit_count() == 1:
             from mtraining_nns.ops.kernels.triton_rows import row_dot
 
@@ -55,7 +59,8 @@ class Tape:
         """The tape of some query heads."""
         if chosen == slice(0, self.lse.shape[1]):
             return self
-        return Tape(self.dout[:, :, chosen], self.out[:, :, chosen], self.lse[:, chosen].contiguous(), self.scale)
+        lse = self.lse[:, chosen].contiguous()
+        return Tape(self.dout[:, :, chosen], self.out[:, :, chosen], lse, self.scale, self, chosen)
 
 
 class Grads(NamedTuple):

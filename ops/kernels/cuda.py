@@ -37,6 +37,7 @@ if HAS_FLASH_ATTN:
 
 PLAIN = {"window_size_left": -1, "window_size_right": -1}  # no window, in either package
 DENSE = {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, **PLAIN}
+CAUSAL_WITHOUT_LISTS = HAS_FLASH_ATTN
 
 
 def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:

@@ -24,6 +24,7 @@ from mtraining_nns.ops.merge import Partial
 
 QUERIES_PER_COPY = 128  # query blocks that one program of the backward pass takes of a column tile
 MOST_COPIES = 8
+CAUSAL_WITHOUT_LISTS = True
 
 
 def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:

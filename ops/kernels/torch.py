@@ -10,6 +10,8 @@ from mtraining_nns.ops.index import BlockIndex
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
 from mtraining_nns.ops.merge import Partial, merge
 
+CAUSAL_WITHOUT_LISTS = False
+
 
 def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""

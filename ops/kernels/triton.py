@@ -35,6 +35,8 @@ TILES = {
     ("dkv", 128): Tiles(64, 64, 4, 2),
 }
 PORTABLE = Tiles(64, 32, 4, 1)  # fp32 inputs and small head dims: few registers and little shared memory
+LEAST = Tiles(32, 32, 4, 1)  # fp32 of head dim 128, so that its gradients fit the 99 KiB of capability 8.6
+CAUSAL_WITHOUT_LISTS = False
 
 
 def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
@@ -118,7 +120,10 @@ def _checked(q, keys: Keys):
 
 
 def _tiles(kernel: str, q, block: int) -> Tiles:
-    tiles = TILES.get((kernel, q.shape[3]), PORTABLE) if q.element_size() == 2 else PORTABLE
+    if q.element_size() == 2:
+        tiles = TILES.get((kernel, q.shape[3]), PORTABLE)
+    else:
+        tiles = LEAST if q.shape[3] == 128 else PORTABLE
     return tiles._replace(rows=min(tiles.rows, block), keys=min(tiles.keys, block))
 
 

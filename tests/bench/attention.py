@@ -174,7 +174,7 @@ def index_cost(shape: Shape) -> None:
 
 def grid() -> None:
     many = [(16, 2, 128), (28, 4, 128), (32, 8, 128), (32, 8, 64), (9, 3, 64)]
-    for seq_len, (heads, kv_heads, dim) in itertools.product((8192, 32768, 131072, 262144), many):
+    for seq_len, (heads, kv_heads, dim) in itertools.product((8192, 16384, 32768, 131072, 262144), many):
         for density in (0.02, 0.05, 0.1, 0.25) if (heads, dim) == (16, 128) else (0.05,):
             report(Shape(seq_len, heads, kv_heads, dim), standard_index(seq_len, heads, density))
 
@@ -227,7 +227,7 @@ def short() -> None:
                 k_v=settings["verticals"],
                 k_s=settings["clusters"],
                 local=settings["local"],
-                cap=seq_len,
+                cap=settings["verticals"],
             )
             rows[f"sparse {density:.0%}"] = Operator(config, Ring.single(), "cuda")
         for name, run in rows.items():
