@@ -43,10 +43,10 @@ class Shape:
 
 
 LARGE = [
-    Shape(524288, 33, 3),  # q, out, dout and dq past 2^31 elements from row 508,401 on
+    Shape(524288, 33, 11),  # q, out, dout and dq past 2^31 elements from row 508,401 on
     Shape(524288, 33, 33),  # k, v, dk and dv, too
-    Shape(65535, 11, 1),
-    Shape(65536, 11, 1),
+    Shape(65535, 12, 1),
+    Shape(65536, 12, 1),
     Shape(131072, 64, 8, 64),  # blocks x heads is 65536
 ]
 
