@@ -4,15 +4,16 @@
     out = op(q, k, v, layer=0)                            one rank, [B, S, N, D]
     out = op(q, k, v, layer=0, seq_len=524288)            context parallel, q, k, v are this rank's shards
 
-Forward of rank r, backward likewise with dK and dV travelling along:
+Forward of a rank, backward likewise with dK and dV travelling along (`ops/hops.py` says which keys come when):
 
-    columns   gathered once over the ring, attended to together with the blocks of the last step
-    step t    blocks of source (r - t) mod world, merged into fp32 (out, lse), next keys already under way
+    columns   gathered once over the ring under the first hops, attended to together with the blocks of the last hop
+    a hop     blocks of one rank's keys, merged into fp32 (out, lse), next keys already under way
 
 The index of the forward pass is the index of the backward pass. Under activation checkpointing the forward runs twice;
 the second run takes the first one's index from a small store instead of estimating again (see `IndexStore`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,14 @@ import torch
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.hops import Homeward, Hop, circulate
 from mtraining_nns.ops.index import BlockIndex, DistanceIndex
 from mtraining_nns.ops.kernels import GatheredColumns, Grads, Keys, Tape
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, dense, vertical_slash
-from mtraining_nns.ops.ring import Exchange, Ring
+from mtraining_nns.ops.ring import Ring
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash}
@@ -69,7 +71,7 @@ class Operator:
             self.last[layer] = index, layout
             self.prepare(q.shape[3], q.shape[2], k.shape[2], q.dtype)
             backend, _ = self.choice(layout.seq_len, layer)
-            call = Call(index, Place(layout, self.ring), kernels.load(backend), scale, self.store, token)
+            call = Call(index, Place(layout, self.ring), kernels.load(backend), scale, layer, self.store, token)
             return _SparseRing.apply(q, k, v, call)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
@@ -157,6 +159,7 @@ class Call:
     place: Place
     kernels: Any
     scale: float
+    layer: int
     store: IndexStore
     token: int | None
 
@@ -164,20 +167,21 @@ class Call:
         """Where this rank's columns lie."""
         return self.index.columns and Columns(self.index.columns, *self.place)
 
-    def gather(self, rows: Columns | None, k, v) -> GatheredColumns | None:
-        """The columns of the ring, and who sees them."""
+    def gather(self, rows: Columns | None, k, v) -> Callable[[], GatheredColumns | None]:
+        """Send for the columns of the ring; the result gives them, and who sees them."""
         if rows is None:
-            return None
-        return GatheredColumns(rows.gather(k, v), column_tiles(self.index.columns, self._starts(self.place.ring.rank)))
+            return lambda: None
+        pending, tiles = rows.gather(k, v), column_tiles(self.index.columns, self._starts(self.place.ring.rank))
+        return lambda: GatheredColumns(pending.wait(), tiles)
 
-    def forward(self, q, kv, source: int, columns, carry: Partial | None, dtype) -> Partial:
-        """Attention to the keys of a source rank and, unless None, the columns."""
+    def forward(self, q, hop: Hop, columns, carry: Partial | None, dtype) -> Partial:
+        """Attention to the keys of a hop and, unless None, the columns."""
         parts = []
-        for heads, kv_heads in self._chunks(q, kv[0], columns):
+        for heads, kv_heads in self._chunks(q, hop.kv[0], columns):
             carried = carry and Partial(carry.out[:, :, heads], carry.lse[:, heads])
             part = self.kernels.forward(
                 q[:, :, heads],
-                self._keys(kv, source, columns, heads, kv_heads, both=False),  # unnamed: gone before the next ones
+                self._keys(hop, columns, heads, kv_heads, both=False),  # unnamed: gone before the next ones
                 scale=self.scale,
                 carry=carried,
                 out_dtype=dtype,
@@ -186,14 +190,14 @@ class Call:
         out, lse = zip(*parts)
         return Partial(_joined(out, 2), _joined(lse, 1))
 
-    def backward(self, q, kv, source: int, columns, tape: Tape, carry, dtype) -> Grads:
+    def backward(self, q, hop: Hop, columns, tape: Tape, carry, dtype) -> Grads:
         """Gradients over the same keys."""
         parts = []
-        for heads, kv_heads in self._chunks(q, kv[0], columns):
+        for heads, kv_heads in self._chunks(q, hop.kv[0], columns):
             carried = None if carry is None else carry[:, :, heads]
             part = self.kernels.backward(
                 q[:, :, heads],
-                self._keys(kv, source, columns, heads, kv_heads, both=True),
+                self._keys(hop, columns, heads, kv_heads, both=True),
                 tape.heads(heads),
                 carry=carried,
                 dq_dtype=dtype,
@@ -202,14 +206,14 @@ class Call:
         dq, dkv, found = zip(*parts)
         return Grads(_joined(dq, 2), _joined(dkv, 3), None if columns is None else _joined(found, 2))
 
-    def _keys(self, kv, source: int, columns, heads: slice, kv_heads: slice, *, both: bool) -> Keys:
-        starts = self._starts(self.place.ring.rank), self._starts(source)
-        diagonal = source == self.place.ring.rank
+    def _keys(self, hop: Hop, columns, heads: slice, kv_heads: slice, *, both: bool) -> Keys:
+        starts = self._starts(self.place.ring.rank), self._starts(hop.source)
+        diagonal = hop.source == self.place.ring.rank
         if self.index.dense and diagonal and self.kernels.CAUSAL_WITHOUT_LISTS:
             blocks = BlockIndex.causal(starts[0], self.index.block)
         else:
             blocks = block_lists(self.index.heads(heads), *starts, diagonal=diagonal, both=both)
-        k, v = (x[:, :, kv_heads] for x in kv)
+        k, v = (x[:, :, kv_heads] for x in hop.kv)
         return Keys(k, v, blocks, columns and columns.heads(heads))
 
     def _starts(self, rank: int) -> torch.Tensor:
@@ -256,50 +260,23 @@ class _SparseRing(torch.autograd.Function):
 
 
 def _forward(q, k, v, call: Call):
-    ring, carry = call.place.ring, None
-    columns = call.gather(call.rows(), k, v)
-    for step, kv in _circulate(k, v, ring):
-        last = step == ring.world - 1
-        dtype = q.dtype if last else torch.float32
-        carry = call.forward(q, kv, ring.source(step), columns if last else None, carry, dtype)
+    carry, columns = None, call.gather(call.rows(), k, v)
+    for hop in circulate(call.place.ring, k, v, call.layer):
+        dtype = q.dtype if hop.last else torch.float32
+        carry = call.forward(q, hop, columns() if hop.last else None, carry, dtype)
     return carry
 
 
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
-    ring, dq, rows = call.place.ring, None, call.rows()
+    dq, rows = None, call.rows()
     columns = call.gather(rows, k, v)
-    home = Exchange(ring)
-    arriving = torch.empty(2, *k.shape, device=k.device) if ring.world > 1 else None
-    for step, kv in _circulate(k, v, ring):
-        last = step == ring.world - 1
-        dtype = q.dtype if last else torch.float32
-        dq, dkv, found = call.backward(q, kv, ring.source(step), columns if last else None, tape, dq, dtype)
-        if ring.world > 1:
-            dkv = dkv.float()
-            if step > 0:  # what the ranks before this one found for the same keys
-                home.wait()
-                dkv += arriving
-            home.start(dkv, arriving)
-    if ring.world > 1:
-        home.wait()  # one hop more brings the sums to the owner
-        dkv = arriving
+    home = Homeward(call.place.ring, call.layer)
+    for hop in circulate(call.place.ring, k, v, call.layer):
+        dtype = q.dtype if hop.last else torch.float32
+        dq, dkv, found = call.backward(q, hop, columns() if hop.last else None, tape, dq, dtype)
+        home.add(dkv)
+    dkv = home.finish()
     if found is not None:
         rows.scatter_add(found.float(), dkv)
     return dq, *dkv
-
-
-def _circulate(k, v, ring: Ring):
-    """Yield (step, (k, v) of the source of that step); the next pair travels while the caller computes."""
-    if ring.world == 1:
-        yield 0, (k, v)
-        return
-    here = torch.stack([k, v])
-    arriving = torch.empty_like(here)
-    exchange = Exchange(ring)
-    for step in range(ring.world):
-        if step + 1 < ring.world:
-            exchange.start(here, arriving)
-        yield step, (here[0], here[1])
-        exchange.wait()
-        here, arriving = arriving, here

@@ -12,7 +12,7 @@ import torch
 
 from mtraining_nns.ops.index import COLUMN_TILE, NO_COLUMN, ColumnIndex
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.ring import Ring
+from mtraining_nns.ops.ring import Pending, Ring
 
 
 class Columns:
@@ -27,17 +27,17 @@ class Columns:
         self.own = layout.own_blocks(ring.rank, columns.position.device)
         self.block, self.ring = columns.block, ring
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """[2, B, N, C, D]: keys and values of every column, zero past the count, equal on all ranks."""
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pending:
+        """[2, B, N, C, D], under way: keys and values of every column, zero past the count, equal on all ranks."""
         if _has_kernels(k):
             from mtraining_nns.ops.kernels.triton_columns import gather_rows
 
-            return self.ring.sum(gather_rows(self.position, self.own, self.block, k, v))
+            return self.ring.start_sum(gather_rows(self.position, self.own, self.block, k, v))
         row, mine = self._local
         batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
         head = torch.arange(row.shape[1], device=k.device) // (row.shape[1] // k.shape[2])
         kv = torch.stack([x[batch, row, head[:, None]] for x in (k, v)])
-        return self.ring.sum(kv * mine[..., None].to(kv.dtype))
+        return self.ring.start_sum(kv * mine[..., None].to(kv.dtype))
 
     def scatter_add(self, grads: torch.Tensor, dkv: torch.Tensor) -> None:
         """Add the ring's sum of fp32 [2, B, N, C, D] into the owners' rows of dkv [2, B, S, H, D]."""

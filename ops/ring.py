@@ -1,22 +1,30 @@
-"""The ring of ranks that share one sequence, and its double-buffered exchange.
+"""The ring of ranks that share one sequence: who passes buffers to whom, in one level or in two.
 
 Build rings once at start (`Ring.create`), never inside the operator: creating a process group is collective over the
-whole world. At step t a rank works on the keys of source (rank - t) mod world while the next are under way:
+whole world. `ops/hops.py` says in which order keys travel.
 
-    rank 0:  K0  K3  K2  K1        every step sends to rank + 1 and receives from rank - 1
-    rank 1:  K1  K0  K3  K2
+    ring of 6, flat           0 > 1 > 2 > 3 > 4 > 5 > 0
+    ring of 6, inner 3        inner circles 0 > 1 > 2 > 0 and 3 > 4 > 5 > 3, one a node
+                              outer circles 0 > 3 > 0, 1 > 4 > 1 and 2 > 5 > 2, between nodes
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+MODES = ("ring", "gather")  # how keys get around an inner circle
+
+
+class RingError(RuntimeError):
+    """An exchange between ranks failed: a peer died, stalled, or sent something else than was expected."""
+
 
 @dataclass(frozen=True)
-class Ring:
-    """Ranks of one sequence. `rank` and `world` count inside the ring; `ranks` are the global ranks in ring order."""
+class Circle:
+    """Ranks that pass buffers to the next one. `rank` counts inside the circle; `ranks` are global, in order."""
 
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
@@ -26,55 +34,78 @@ class Ring:
     def world(self) -> int:
         return len(self.ranks)
 
+    def start_gather(self, whole: torch.Tensor, mine: torch.Tensor, what: str) -> "Pending":
+        """Everybody's `mine` on its way into `whole` [world, ...], both contiguous."""
+        work = dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
+        return Pending(whole, work, f"rank {self.ranks[self.rank]} gathers from ranks {self.ranks}: {what}")
+
+    def __deepcopy__(self, memo):
+        return self  # a place among processes; a copy of a model stands in the same one
+
+
+@dataclass(frozen=True)
+class Ring(Circle):
+    """Ranks of one sequence, in ring order.
+
+    inner, outer: the two circles of this rank in a hierarchical ring, None in a flat one. mode: how keys get around the
+    inner circle, hop by hop ("ring") or all at once ("gather").
+    """
+
+    inner: Circle | None = None
+    outer: Circle | None = None
+    mode: str = "ring"
+
     @classmethod
     def single(cls) -> "Ring":
         """A ring of one: no process group, no communication."""
         return cls()
 
     @classmethod
-    def create(cls, size: int, timeout: timedelta | None = None) -> "Ring":
+    def create(cls, size: int, timeout: timedelta | None = None, *, inner: int | None = None, mode: str = "ring"):
         """Cut the world into rings of `size` neighbouring ranks, connect them, and return this rank's ring.
 
-        Collective: every rank of the world calls it once, with the same size. `timeout` is how long an exchange may
-        take before it is an error. Raises ValueError if the world cannot be cut.
+        inner: ranks of an inner circle, a divisor of size; None for a flat ring. Collective: every rank of the world
+        calls it once, with the same arguments. `timeout` is how long an exchange may take before it is an error. Raises
+        ValueError if the world cannot be cut.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if size < 1 or world % size:
             raise ValueError(f"rings of {size} ranks need a multiple of {size} processes, got {world}")
+        if inner is not None and (inner < 1 or size % inner):
+            raise ValueError(f"inner circles of {inner} ranks need a ring of a multiple of {inner} ranks, got {size}")
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode}")
         if size == 1:
             return cls.single()
-        mine = None
-        for first in range(0, world, size):
-            ranks = tuple(range(first, first + size))
-            group = dist.new_group(list(ranks), timeout=timeout)
-            if dist.get_rank() in ranks:
-                mine = cls(ranks.index(dist.get_rank()), ranks, group)
-        mine._connect()
-        return mine
+        rings = [tuple(range(first, first + size)) for first in range(0, world, size)]
+        whole = _circle(rings, timeout)
+        levels = {}
+        if inner is not None:
+            levels["inner"] = _circle([ring[i : i + inner] for ring in rings for i in range(0, size, inner)], timeout)
+            levels["outer"] = _circle([ring[i::inner] for ring in rings for i in range(inner)], timeout)
+        return cls(whole.rank, whole.ranks, whole.group, **levels, mode=mode)
 
-    def _connect(self) -> None:
-        """First exchange, so that connections are made in one order on all ranks and not inside a training step."""
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        sent, received = torch.full((1,), self.rank, device=device), torch.zeros(1, dtype=torch.long, device=device)
-        exchange = Exchange(self)
-        exchange.start(sent, received)
-        exchange.wait()
-        expected = (self.rank - 1) % self.world
-        assert received.item() == expected, f"ring {self.ranks}: got {received.item()} from rank {expected}"
+    @property
+    def levels(self) -> tuple[Circle, Circle]:
+        """(outer, inner); a flat ring is one inner circle."""
+        return (Circle(), self) if self.inner is None else (self.outer, self.inner)
 
-    def __deepcopy__(self, memo) -> "Ring":
-        return self  # a ring is a place among processes; a copy of a model stands in the same one
-
-    def source(self, step: int) -> int:
-        """Ring rank whose keys this rank holds at `step`."""
-        return (self.rank - step) % self.world
+    def source(self, outer_step: int, inner_step: int) -> int:
+        """Ring rank whose keys this rank holds at a step."""
+        outer, inner = self.levels
+        return (outer.rank - outer_step) % outer.world * inner.world + (inner.rank - inner_step) % inner.world
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ring, in place."""
-        if self.world > 1:
-            assert x.is_contiguous(), "collectives take contiguous tensors"
-            dist.all_reduce(x, group=self.group)
-        return x
+        return self.start_sum(x).wait()
+
+    def start_sum(self, x: torch.Tensor) -> "Pending":
+        """The same, under way until `wait`."""
+        if self.world == 1:
+            return Pending(x, None)
+        assert x.is_contiguous(), "collectives take contiguous tensors"
+        work = dist.all_reduce(x, group=self.group, async_op=True)
+        return Pending(x, work, f"rank {self.ranks[self.rank]} sums over ranks {self.ranks}")
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks in ring order."""
@@ -85,25 +116,73 @@ class Ring:
         return parts
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A tensor that is there after `wait`. what: for error messages."""
+
+    result: torch.Tensor
+    work: dist.Work | None
+    what: str = ""
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            with blaming(self.what):
+                self.work.wait()
+        return self.result
+
+
 class Exchange:
-    """One buffer on its way to the next rank while another arrives from the previous one."""
+    """One buffer on its way to a rank of a circle while another arrives. what: for error messages."""
 
-    def __init__(self, ring: Ring):
-        self.ring, self.pending, self.buffers = ring, [], ()
+    def __init__(self, circle: Circle, what: str):
+        self.circle, self.what = circle, what
+        self.pending, self.buffers = [], ()
 
-    def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        """Post both transfers; neither buffer may be touched before `wait`."""
-        ring = self.ring
-        following, previous = ring.ranks[(ring.rank + 1) % ring.world], ring.ranks[(ring.rank - 1) % ring.world]
+    def start(self, send: torch.Tensor, receive: torch.Tensor, *, ahead: int = 1) -> None:
+        """Send `ahead` places on, receive from as many places back; touch neither buffer before `wait`."""
+        circle = self.circle
+        to, by = (circle.ranks[(circle.rank + step) % circle.world] for step in (ahead, -ahead))
+        self.blame = f"{self.what}: rank {circle.ranks[circle.rank]} sends to rank {to} and receives from rank {by}"
         self.buffers = send, receive  # alive until both have arrived
-        self.pending = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, send, following, ring.group),
-                dist.P2POp(dist.irecv, receive, previous, ring.group),
-            ]
-        )
+        with blaming(self.blame):
+            self.pending = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, send, to, circle.group), dist.P2POp(dist.irecv, receive, by, circle.group)]
+            )
 
     def wait(self) -> None:
         for work in self.pending:
-            work.wait()
+            with blaming(self.blame):
+                work.wait()
         self.pending, self.buffers = [], ()
+
+
+@contextmanager
+def blaming(what: str):
+    """Errors of a transfer say which one it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RingError(f"{what}; a peer died, stalled or holds another length: {error}") from error
+
+
+def _circle(circles: list[tuple[int, ...]], timeout: timedelta | None) -> Circle:
+    """Make groups of all circles, in one order on all ranks, and return this rank's, connected."""
+    mine = None
+    for ranks in circles:
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if dist.get_rank() in ranks:
+            mine = Circle(ranks.index(dist.get_rank()), ranks, group)
+    if mine.world > 1:
+        _connect(mine)
+    return mine
+
+
+def _connect(circle: Circle) -> None:
+    """First exchange, so that connections are made in one order on all ranks and not inside a training step."""
+    device = "cuda" if dist.get_backend(circle.group) == "nccl" else "cpu"
+    sent, received = torch.full((1,), circle.rank, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    exchange = Exchange(circle, "connecting the ring")
+    exchange.start(sent, received)
+    exchange.wait()
+    expected = (circle.rank - 1) % circle.world
+    assert received.item() == expected, f"circle {circle.ranks}: got {received.item()} from rank {expected}"

@@ -92,7 +92,7 @@ def both(backend, backward, inputs, kept: tuple, case: Case) -> tuple[dict, dict
     if columns is not None:
         # a ring of one that holds all keys, whatever part of the queries this is
         whole = Layout(seq_len=k.shape[1], block=case.block)
-        gathered = Columns(columns, whole, Ring.single()).gather(k, v)
+        gathered = Columns(columns, whole, Ring.single()).gather(k, v).wait()
         table = columns_mask(columns, blocks.q_starts, q.shape[1])
         table = torch.nn.functional.pad(table, (0, gathered.shape[3] - table.shape[-1]))
     ref = concatenated(q, (k, v), dout, (block_mask(blocks, q.shape[1], k.shape[1]), table), gathered, scale)

@@ -13,6 +13,7 @@ from standard_pattern import pattern_index, standard_pattern
 from mtraining_nns.ops import attention, kernels
 from mtraining_nns.ops.attention import Call, Operator
 from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.hops import Hop
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, vertical_slash
@@ -96,10 +97,12 @@ def test_the_index_of_524288_tokens_fits_a_gigabyte(backend):
         assert {x.dtype for x in (*keys.blocks.by_query, index.columns.position)} == {torch.int32}
         return Partial(q[:, :1], q[:, 0, :, :1])
 
-    module = SimpleNamespace(forward=read_lists, workspace_bytes=kernels.load(backend).workspace_bytes)
-    call = Call(index, place, module, scale, IndexStore(), None)
-    columns = call.gather(call.rows(), k, k)
-    _, lists_bytes = peak_bytes(lambda: call.forward(q, (k, k), 0, columns, None, q.dtype))
+    module = SimpleNamespace(
+        forward=read_lists, workspace_bytes=kernels.load(backend).workspace_bytes, CAUSAL_WITHOUT_LISTS=False
+    )
+    call = Call(index, place, module, scale, 0, IndexStore(), None)
+    columns = call.gather(call.rows(), k, k)()
+    _, lists_bytes = peak_bytes(lambda: call.forward(q, Hop(0, (k, k), True), columns, None, q.dtype))
     assert build_bytes < GIGABYTE and lists_bytes < GIGABYTE, (build_bytes, lists_bytes, heads_at_once)
     assert sum(heads_at_once) == 28 and len(heads_at_once) > 1
 

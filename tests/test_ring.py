@@ -4,6 +4,7 @@ One set of processes a world runs all its cases. Padding holds rubbish, as the p
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -50,9 +51,9 @@ def combinations(seq_len: int) -> list[Case]:
     return [Case(seq_len, {**layout, **pattern}) for layout in layouts for pattern in patterns]
 
 
-def run_cases(rank: int, world: int, cases: list[Case]) -> list[dict]:
+def run_cases(rank: int, world: int, cases: list[Case], **levels) -> list[dict]:
     torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-    ring = Ring.create(world)
+    ring = Ring.create(world, **levels)
     return [run_case(case, ring) for case in cases]
 
 
@@ -110,12 +111,32 @@ def check_case(case: Case, parts: list[dict]) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
 def test_ring_is_one_device(world):
     """Two stripes of 32 a rank and a ragged third; a batch; one kv group; constant rows; gradients from afar."""
+    check_ring(world)
+
+
+LEVELS = [
+    (2, 2, "ring"),
+    (2, 2, "gather"),
+    (2, 3, "ring"),
+    (2, 3, "gather"),
+    (3, 2, "ring"),
+    (1, 3, "gather"),
+    (3, 1, "ring"),
+]
+
+
+@pytest.mark.parametrize(("nodes", "inner", "mode"), LEVELS)
+def test_hierarchical_ring_is_one_device(nodes, inner, mode):
+    check_ring(nodes * inner, inner=inner, mode=mode)
+
+
+def check_ring(world: int, **levels) -> None:
     seq_len = 64 * world + 27
     cases = combinations(seq_len)
     cases += [Case(seq_len, TOP_P, batch=2), Case(seq_len, TOP_P, (6, 1)), Case(seq_len, FIXED, constant=True)]
     cases += [Case(64 * world, {"layout": kind, **FIXED}, last_only=16) for kind in LAYOUTS]
     cases += [Case(seq_len, keep) for keep in KEEP_ALL]
-    results = run_workers(run_cases, world, cases)
+    results = run_workers(partial(run_cases, **levels), world, cases)
     for i, case in enumerate(cases):
         parts = [result[i] for result in results]
         try:
@@ -199,9 +220,9 @@ def run_rings(rank: int, world: int) -> dict:
     assert ring.sum(torch.tensor([rank])).item() == sum(ring.ranks)
     assert [x.item() for x in ring.gather(torch.tensor([rank]))] == list(ring.ranks)
     whole = Ring.create(4)
-    assert [whole.source(step) for step in range(4)] == [(rank - step) % 4 for step in range(4)]
+    assert [whole.source(0, step) for step in range(4)] == [(rank - step) % 4 for step in range(4)]
     sent, received = torch.full((3,), float(rank)), torch.zeros(3)
-    exchange = Exchange(whole)
+    exchange = Exchange(whole, "numbers")
     for _ in range(3):  # after three hops a rank holds what its successor sent
         exchange.start(sent, received)
         exchange.wait()
