@@ -5,6 +5,7 @@ torchrun and our own launcher (`launch.py`) describe a process by RANK, WORLD_SI
 
 import ctypes
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ class Process:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    node: str = ""  # one name a machine, or a launcher's agent where a machine runs several
 
     @classmethod
     def launched(cls) -> "Process | None":
@@ -31,7 +33,8 @@ class Process:
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return None
         rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-        return cls(rank, world, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)))
+        node = f"{platform.node()}:{env['GROUP_RANK']}" if "GROUP_RANK" in env else platform.node()
+        return cls(rank, world, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)), node)
 
 
 def prepare_launch(nproc: int) -> None:

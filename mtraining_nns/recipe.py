@@ -67,6 +67,7 @@ class Recipe:
         4
         """
         cp = _context_parallel(self.parallel, world)
+        _check_inner(self.parallel, cp)
         _check_every_rank_has_tokens(self.attention, self.train.seq_len, cp)
         _check_folders(self)
         manifest = _manifest("data.path", self.data.path)
@@ -96,6 +97,14 @@ def _context_parallel(parallel: ParallelConfig, world: int) -> int:
             f" use --nproc {needed} or change parallel.cp"
         )
     return parallel.cp
+
+
+def _check_inner(parallel: ParallelConfig, cp: int) -> None:
+    inner = parallel.inner
+    if inner is not None and parallel.ring == "flat":
+        raise UserError(f"parallel.inner={inner} is of a hierarchical ring, got parallel.ring=flat; leave one out")
+    if inner is not None and cp % inner:
+        raise UserError(f"parallel.inner={inner} must divide the ring, parallel.cp={cp}; change either")
 
 
 def _check_every_rank_has_tokens(attention: AttentionConfig, seq_len: int, cp: int) -> None:

@@ -10,8 +10,6 @@ from typing import Literal
 from mtraining_nns.errors import UserError
 
 PLANNED = {
-    ("ring", "hierarchical"): "use auto or flat",
-    ("inner_mode", "gather"): "use ring",
     ("offload", True): "use false",
 }
 
@@ -96,9 +94,9 @@ class ParallelConfig:
     engine: Literal["auto", "torch", "nnscaler"] = "auto"
     cp: int | None = None  # None: the launched processes / dp
     dp: int = 1
-    ring: Literal["auto", "flat", "hierarchical"] = "auto"
-    inner: int | None = None  # hierarchical: ranks of an inner ring
-    inner_mode: Literal["ring", "gather"] = "ring"
+    ring: Literal["auto", "flat", "hierarchical"] = "auto"  # auto: hierarchical where a ring spans equal nodes
+    inner: int | None = None  # hierarchical: ranks of an inner circle; None: the ranks of a node
+    inner_mode: Literal["ring", "gather"] = "ring"  # keys within a node: hop by hop, or all together
     zero: Literal[2, 3] = 2  # 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
     offload: bool = False  # optimizer states in host memory
     timeout_s: int = 600  # for one exchange between ranks
@@ -110,9 +108,8 @@ class ParallelConfig:
                 getattr(self, name) != value,
                 f"parallel.{name}={str(value).lower()} is not available in this version; {fix}",
             )
-        _require(self.inner is None, f"parallel.inner={self.inner} needs ring=hierarchical, which is not available")
         _at_least(0, "parallel", self, "data_guard_steps")
-        _at_least(1, "parallel", self, "cp", "dp", "timeout_s")
+        _at_least(1, "parallel", self, "cp", "dp", "inner", "timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,10 @@
 0, 2 for what the user got wrong (one line from rank 0), 130 for Ctrl-C, 1 for anything else.
 """
 
-import json
 import os
 import sys
-import time
-import traceback
 
-from mtraining_nns import engines, environment
+from mtraining_nns import engines, environment, failure
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
 
@@ -28,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return environment.INTERRUPTED
     except Exception as error:
-        return fail(error, process.rank)
+        return failure.leave(error, process.rank)
     return 0
 
 
@@ -50,21 +47,6 @@ def keep(recipe: Recipe) -> None:
     with open(path + ".partial", "w", encoding="utf-8") as stream:
         stream.write(recipe.to_yaml())
     os.replace(path + ".partial", path)
-
-
-def fail(error: Exception, rank: int) -> int:
-    """Leave the error for the launcher, print it where nobody else will, return the exit code."""
-    user = isinstance(error, UserError)
-    text = "".join(traceback.format_exception(error))
-    file = environment.error_file()
-    if file is not None:  # the format that torchrun reads; `seconds` is ours, its own timestamp is too coarse to order
-        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "seconds": time.time(), "user": user}
-        message = str(error) if user else f"{type(error).__name__}: {error}"
-        with open(file, "w", encoding="utf-8") as stream:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, stream)
-    if not environment.has_parent() and not (user and rank):
-        print(f"mtraining: error: {error}" if user else f"rank {rank}: {text}", file=sys.stderr)
-    return UserError.exit_code if user else 1
 
 
 if __name__ == "__main__":

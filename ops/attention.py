@@ -29,7 +29,7 @@ from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, dense, vertical_slash
-from mtraining_nns.ops.ring import Ring
+from mtraining_nns.ops.ring import Ring, RingError, blaming
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash}
@@ -47,7 +47,7 @@ class Operator:
         self.config, self.ring, self.device_type = config.resolved(), ring, device_type
         self.device, self.shape = kernels.Device.here(device_type), {}
         self.choice()
-        self.store = IndexStore()
+        self.store, self.agreed = IndexStore(), set()
         self.last: dict[int, tuple[DistanceIndex, Layout]] = {}  # what each layer kept last, for read_stats
 
     def __call__(self, q, k, v, *, layer: int = 0, seq_len: int | None = None, scale: float | None = None):
@@ -64,7 +64,9 @@ class Operator:
         def build():
             layout = self.layout(seq_len) if seq_len else Layout(seq_len=q.shape[1], block=self.config.block)
             self._check(q, k, v, layout, seq_len)
-            return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
+            with blaming(f"estimate of layer {layer}"):
+                self._agree((seq_len or q.shape[1], *q.shape, k.shape[2], q.element_size()))
+                return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
 
         with torch.autocast(q.device.type, enabled=False):
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
@@ -141,6 +143,25 @@ class Operator:
                 f" got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
 
+    def _agree(self, sizes: tuple[int, ...]) -> None:
+        """Ranks of the ring hold the same sizes. Asked once for each: transfers between other sizes hang or crash."""
+        if self.ring.world == 1 or sizes in self.agreed:
+            return
+        mine = torch.tensor(sizes, device="cuda" if self.device.type == "cuda" else "cpu")
+        found = [tuple(part.tolist()) for part in self.ring.gather(mine)]
+        for rank, theirs in zip(self.ring.ranks, found):
+            if theirs != sizes:
+                raise RingError(
+                    f"ranks of a ring need the same lengths, heads and dtype, got {_sizes_text(sizes)} on this rank"
+                    f" {self.ring.ranks[self.ring.rank]} and {_sizes_text(theirs)} on rank {rank}"
+                )
+        self.agreed.add(sizes)
+
+
+def _sizes_text(sizes: tuple[int, ...]) -> str:
+    seq_len, *shape, kv_heads, item_bytes = sizes
+    return f"a sequence of {seq_len}, q {tuple(shape)}, {kv_heads} key heads, {item_bytes} bytes a number"
+
 
 def _one_dtype(q, k, v):
     """The inputs as they are, or in the dtype of an autocast region, as PyTorch's own attention takes them."""
@@ -172,7 +193,12 @@ class Call:
         if rows is None:
             return lambda: None
         pending, tiles = rows.gather(k, v), column_tiles(self.index.columns, self._starts(self.place.ring.rank))
-        return lambda: GatheredColumns(pending.wait(), tiles)
+
+        def arrive() -> GatheredColumns:
+            with blaming(f"columns of layer {self.layer}"):
+                return GatheredColumns(pending.wait(), tiles)
+
+        return arrive
 
     def forward(self, q, hop: Hop, columns, carry: Partial | None, dtype) -> Partial:
         """Attention to the keys of a hop and, unless None, the columns."""

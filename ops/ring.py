@@ -11,9 +11,12 @@ whole world. `ops/hops.py` says in which order keys travel.
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+
+from mtraining_nns.ops.watch import Watch
 
 MODES = ("ring", "gather")  # how keys get around an inner circle
 
@@ -29,6 +32,7 @@ class Circle:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
+    watch: Watch | None = None  # of transfers between GPUs
 
     @property
     def world(self) -> int:
@@ -37,7 +41,16 @@ class Circle:
     def start_gather(self, whole: torch.Tensor, mine: torch.Tensor, what: str) -> "Pending":
         """Everybody's `mine` on its way into `whole` [world, ...], both contiguous."""
         work = dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
-        return Pending(whole, work, f"rank {self.ranks[self.rank]} gathers from ranks {self.ranks}: {what}")
+        return Pending(whole, work, self, f"{what}: rank {self.ranks[self.rank]} gathers from ranks {self.ranks}")
+
+    def arrived(self, work: dist.Work, what: str) -> None:
+        """Wait for a transfer; on a GPU that queues the wait. what: for error messages."""
+        with blaming(what):
+            work.wait()
+        if self.watch is not None:
+            event = torch.cuda.Event()
+            event.record()
+            self.watch.expect(event, what)
 
     def __deepcopy__(self, memo):
         return self  # a place among processes; a copy of a model stands in the same one
@@ -61,12 +74,12 @@ class Ring(Circle):
         return cls()
 
     @classmethod
-    def create(cls, size: int, timeout: timedelta | None = None, *, inner: int | None = None, mode: str = "ring"):
+    def create(cls, size: int, timeout: timedelta | None = None, *, inner: int | None = None, mode="ring", watch=None):
         """Cut the world into rings of `size` neighbouring ranks, connect them, and return this rank's ring.
 
-        inner: ranks of an inner circle, a divisor of size; None for a flat ring. Collective: every rank of the world
-        calls it once, with the same arguments. `timeout` is how long an exchange may take before it is an error. Raises
-        ValueError if the world cannot be cut.
+        inner: ranks of an inner circle, a divisor of size; None for a flat ring. watch: sees to it that transfers
+        between GPUs end. Collective: every rank of the world calls it once, with the same arguments. `timeout` is how
+        long an exchange may take before it is an error. Raises ValueError if the world cannot be cut.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if size < 1 or world % size:
@@ -78,12 +91,13 @@ class Ring(Circle):
         if size == 1:
             return cls.single()
         rings = [tuple(range(first, first + size)) for first in range(0, world, size)]
-        whole = _circle(rings, timeout)
+        connect = partial(_circle, timeout=timeout, watch=watch)
+        whole = connect(rings)
         levels = {}
         if inner is not None:
-            levels["inner"] = _circle([ring[i : i + inner] for ring in rings for i in range(0, size, inner)], timeout)
-            levels["outer"] = _circle([ring[i::inner] for ring in rings for i in range(inner)], timeout)
-        return cls(whole.rank, whole.ranks, whole.group, **levels, mode=mode)
+            levels["inner"] = connect([ring[i : i + inner] for ring in rings for i in range(0, size, inner)])
+            levels["outer"] = connect([ring[i::inner] for ring in rings for i in range(inner)])
+        return cls(whole.rank, whole.ranks, whole.group, watch, **levels, mode=mode)
 
     @property
     def levels(self) -> tuple[Circle, Circle]:
@@ -102,17 +116,18 @@ class Ring(Circle):
     def start_sum(self, x: torch.Tensor) -> "Pending":
         """The same, under way until `wait`."""
         if self.world == 1:
-            return Pending(x, None)
+            return Pending(x)
         assert x.is_contiguous(), "collectives take contiguous tensors"
         work = dist.all_reduce(x, group=self.group, async_op=True)
-        return Pending(x, work, f"rank {self.ranks[self.rank]} sums over ranks {self.ranks}")
+        return Pending(x, work, self, f"rank {self.ranks[self.rank]} sums over ranks {self.ranks}")
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks in ring order."""
         if self.world == 1:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
+        work = dist.all_gather(parts, x.contiguous(), group=self.group, async_op=True)
+        self.arrived(work, f"rank {self.ranks[self.rank]} gathers from ranks {self.ranks}")
         return parts
 
 
@@ -121,13 +136,13 @@ class Pending:
     """A tensor that is there after `wait`. what: for error messages."""
 
     result: torch.Tensor
-    work: dist.Work | None
+    work: dist.Work | None = None
+    circle: Circle | None = None
     what: str = ""
 
     def wait(self) -> torch.Tensor:
         if self.work is not None:
-            with blaming(self.what):
-                self.work.wait()
+            self.circle.arrived(self.work, self.what)
         return self.result
 
 
@@ -151,8 +166,7 @@ class Exchange:
 
     def wait(self) -> None:
         for work in self.pending:
-            with blaming(self.blame):
-                work.wait()
+            self.circle.arrived(work, self.blame)
         self.pending, self.buffers = [], ()
 
 
@@ -161,17 +175,19 @@ def blaming(what: str):
     """Errors of a transfer say which one it was."""
     try:
         yield
+    except RingError as error:
+        raise RingError(f"{what}: {error}") from error.__cause__
     except RuntimeError as error:
         raise RingError(f"{what}; a peer died, stalled or holds another length: {error}") from error
 
 
-def _circle(circles: list[tuple[int, ...]], timeout: timedelta | None) -> Circle:
+def _circle(circles: list[tuple[int, ...]], timeout: timedelta | None, watch: Watch | None) -> Circle:
     """Make groups of all circles, in one order on all ranks, and return this rank's, connected."""
     mine = None
     for ranks in circles:
         group = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank() in ranks:
-            mine = Circle(ranks.index(dist.get_rank()), ranks, group)
+            mine = Circle(ranks.index(dist.get_rank()), ranks, group, watch)
     if mine.world > 1:
         _connect(mine)
     return mine

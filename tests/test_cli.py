@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtraining_nns import cli, environment, launch, train
+from mtraining_nns import cli, environment, failure, launch
 from mtraining_nns.errors import UserError
 
 RECIPE = "recipes/demo_base.yaml"
@@ -91,7 +91,7 @@ def test_too_few_gpus_is_a_mistake(monkeypatch, data):
         launch.launch(RECIPE, list(data), None)
 
 
-def failure(error: Exception, seconds: float, exitcode: int = 1) -> SimpleNamespace:
+def failed(error: Exception, seconds: float, exitcode: int = 1) -> SimpleNamespace:
     """What torch's agent makes of a worker's error file."""
     extra = {"py_callstack": f"Traceback of {error!r}", "timestamp": str(int(seconds)), "seconds": seconds}
     extra["user"] = isinstance(error, UserError)
@@ -100,7 +100,7 @@ def failure(error: Exception, seconds: float, exitcode: int = 1) -> SimpleNamesp
 
 def test_the_first_error_is_reported_and_only_it(capsys):
     """Both in one second: torch's own order, by whole seconds, would name rank 0."""
-    failures = {0: failure(RuntimeError("connection closed"), 100.9), 1: failure(IndexError("the cause"), 100.2)}
+    failures = {0: failed(RuntimeError("connection closed"), 100.9), 1: failed(IndexError("the cause"), 100.2)}
     assert launch.report(failures, "logs") == 1
     printed = capsys.readouterr().err
     assert "the cause" in printed and "rank 1 failed first" in printed and "connection closed" not in printed
@@ -108,21 +108,21 @@ def test_the_first_error_is_reported_and_only_it(capsys):
 
 def test_a_killed_worker_is_the_cause_of_its_peers_errors(capsys):
     killed = SimpleNamespace(exitcode=-9, message="Signal 9 (SIGKILL) received by PID 7")
-    assert launch.report({0: failure(RuntimeError("connection closed"), 100.0), 1: killed}, "logs") == 1
+    assert launch.report({0: failed(RuntimeError("connection closed"), 100.0), 1: killed}, "logs") == 1
     assert capsys.readouterr().err.startswith("mtraining: error: rank 1 died: Signal 9 (SIGKILL)")
 
 
 @pytest.mark.parametrize("exitcode", [UserError.exit_code, -15])  # the launcher may end a worker that lingers
 def test_a_users_mistake_in_a_worker_stays_one(exitcode):
     with pytest.raises(UserError, match="^tokens.bin is truncated$"):
-        launch.report({1: failure(UserError("tokens.bin is truncated"), 100.0, exitcode)}, "logs")
+        launch.report({1: failed(UserError("tokens.bin is truncated"), 100.0, exitcode)}, "logs")
 
 
 def test_a_worker_leaves_its_error_for_the_launcher(tmp_path, monkeypatch, capsys):
     file = tmp_path / "error.json"
     monkeypatch.setenv(environment.ERROR_FILE, str(file))
     monkeypatch.setenv(environment.PARENT, "1")
-    assert train.fail(IndexError("out of range"), rank=1) == 1
+    assert failure.leave(IndexError("out of range"), rank=1) == 1
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "IndexError: out of range" and message["extraInfo"]["seconds"] > 0
     assert message["extraInfo"]["user"] is False

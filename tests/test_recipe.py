@@ -81,9 +81,8 @@ MISTAKES = [
     ("attention.backend=fast", ["attention.backend", "cute, cuda", "fast"]),
     ("attention.granularity=96", ["granularity=96", "block=64"]),
     ("attention.dense_layers=[a]", ["attention.dense_layers", "int"]),
-    ("parallel.ring=hierarchical", ["parallel.ring=hierarchical", "not available"]),
-    ("parallel.inner_mode=gather", ["parallel.inner_mode=gather", "not available"]),
-    ("parallel.inner=2", ["parallel.inner=2", "hierarchical"]),
+    ("parallel.ring=star", ["parallel.ring", "flat, hierarchical", "star"]),
+    ("parallel.inner=0", ["parallel.inner", "at least 1", "0"]),
     ("parallel.offload=true", ["parallel.offload=true", "not available"]),
     ("parallel.zero=1", ["parallel.zero", "2, 3"]),
     ("model.path=some/model", ["exactly one", "model.path"]),
@@ -107,6 +106,8 @@ def test_a_mistake_is_one_line(recipe, override, words):
 
 # overrides, processes, words
 LAUNCHES = [
+    (["parallel.inner=3"], 4, ["parallel.inner=3", "parallel.cp=4"]),
+    (["parallel.inner=2", "parallel.ring=flat"], 4, ["parallel.inner=2", "parallel.ring=flat"]),
     (["parallel.cp=2"], 4, ["parallel.cp=2", "needs 2 processes", "launched with 4"]),
     (["parallel.dp=3"], 4, ["parallel.dp=3", "divide the 4"]),
     (["train.seq_len=255"], 4, ["striped", "train.seq_len must be at least 256", "got 255"]),

@@ -79,6 +79,8 @@ class Run:
         trainer = _resume(found, state, recipe, feed) if found else {"losses": [], "values": {}}
         if world.rank == 0:
             _keep_tokenizer(recipe)
+        if world.ring.world > 1:
+            world.say(world.about)
         world.say(operator.describe(recipe.train.seq_len))
         losses, last = trainer["losses"], trainer["values"]
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)

@@ -6,6 +6,7 @@ A ring shares each sequence, rings share the batch; weights are sharded over all
 """
 
 import contextlib
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,21 +14,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mtraining_nns import failure
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.ring import Ring
+from mtraining_nns.ops.ring import Ring, RingError
+from mtraining_nns.ops.watch import Watch
+from mtraining_nns.topology import Shape, ring_shape
+
+GRACE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this rank stands. `dp_rank` counts rings; the rank inside the ring is `ring.rank`."""
+    """Where this rank stands. `dp_rank` counts rings; the rank inside the ring is `ring.rank`. about: of the ring."""
 
     device: torch.device
     rank: int
     dp_rank: int
     ring: Ring
     mesh: DeviceMesh
+    about: str
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -54,17 +61,43 @@ def start(parallel):
     process = Process.launched() or Process()
     device = _device(process)
     joined = not dist.is_initialized()
-    timeout = timedelta(seconds=parallel.timeout_s)
+    timeout, watch = timedelta(seconds=parallel.timeout_s), None
     if joined:
         _join(process, device, timeout)
     try:
-        ring = Ring.create(parallel.cp, timeout)
+        shape = ring_shape(parallel, _nodes(process))
+        if device.type == "cuda" and parallel.cp > 1:
+            # it knows layer and hop, so it speaks before the library that moves the bytes gives up
+            watch, timeout = _watch(parallel.timeout_s), timeout + GRACE
+        ring = Ring.create(parallel.cp, timeout, inner=shape.inner, mode=parallel.inner_mode, watch=watch)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         rank = dist.get_rank()
-        yield World(device, rank, rank // parallel.cp, ring, mesh)
+        yield World(device, rank, rank // parallel.cp, ring, mesh, _about(ring, shape))
     finally:
+        if watch is not None:
+            watch.close()
         if joined:
             dist.destroy_process_group()
+
+
+def _watch(timeout_s: int) -> Watch:
+    """A stalled ring ends this process: its main thread may wait in the driver for good."""
+    rank = dist.get_rank()
+    return Watch(timeout_s, lambda what: os._exit(failure.leave(RingError(what), rank)))
+
+
+def _nodes(process: Process) -> list[str]:
+    """The node of every rank."""
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, process.node)
+    return names
+
+
+def _about(ring: Ring, shape: Shape) -> str:
+    if ring.inner is None:
+        return f"ring of {ring.world}: flat ({shape.reason})"
+    within = {"ring": "hop by hop", "gather": "gathered"}[ring.mode]
+    return f"ring of {ring.world}: {ring.outer.world} nodes x {ring.inner.world}, {within} within ({shape.reason})"
 
 
 def layout_of(recipe, ring: Ring) -> Layout:
