@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -77,6 +78,39 @@ def test_every_split_gives_the_gradients_of_one_process(folder, pattern):
     for cp, dp, zero in ((2, 1, 3), (4, 1, 2), (2, 2, 3)):
         split = [f"parallel.cp={cp}", f"parallel.dp={dp}", f"parallel.zero={zero}", f"train.accumulation={2 // dp}"]
         same(run_workers(gradients, cp * dp, path, split)[0], expected)
+
+
+@pytest.mark.parametrize("mode", ["ring", "gather"])
+def test_hierarchical_rings_give_the_gradients_of_one_process(folder, mode):
+    """Two rings of 2 x 2, each on nodes of its own, with recomputation."""
+    path = write_recipe(folder, "train.seq_len=600", "train.recompute=true")
+    expected = run_workers(gradients, 1, path, ["train.accumulation=2"])[0]
+    split = ["parallel.cp=4", "parallel.dp=2", "parallel.inner=2", f"parallel.inner_mode={mode}"]
+    same(run_workers(gradients, 8, path, split)[0], expected)
+
+
+def on_nodes(rank, world_size, path, nodes, overrides):
+    """The ring of a rank that a launcher's agent started on a node."""
+    from mtraining_nns.engines.world import start
+
+    os.environ["GROUP_RANK"] = nodes[rank]
+    try:
+        with start(Recipe.load(path, overrides).resolve(world_size).parallel) as world:
+            ring = world.ring
+            return world.about, ring.ranks, ring.inner and ring.inner.ranks, ring.outer and ring.outer.ranks
+    except UserError as error:
+        return str(error)
+
+
+def test_nodes_make_the_ring(folder):
+    path = write_recipe(folder)
+    about, ring, inner, outer = run_workers(on_nodes, 6, path, "000111", [])[4]
+    assert "2 nodes x 3, hop by hop within" in about
+    assert (ring, inner, outer) == ((0, 1, 2, 3, 4, 5), (3, 4, 5), (1, 4))
+    about, _, inner, _ = run_workers(on_nodes, 5, path, "00111", [])[0]
+    assert inner is None and "flat" in about and ":0 2" in about and ":1 3" in about
+    refused = run_workers(on_nodes, 5, path, "00111", ["parallel.ring=hierarchical"])
+    assert all("needs every ring on several nodes" in error and ":1 3" in error for error in refused)
 
 
 def test_recompute_and_zigzag_change_nothing(folder):

@@ -236,3 +236,22 @@ def test_two_rings_side_by_side():
     results = run_workers(run_rings, 4)
     for first in (0, 2):
         check_case(Case(200 + 20 * first, TOP_P), results[first : first + 2])
+
+
+def run_exchanges(rank: int, world: int) -> int:
+    """300 exchanges under way in pairs, each of another length."""
+    ring, wrong = Ring.create(world), 0
+    for turn in range(150):
+        pair = [Exchange(ring, f"turn {turn}") for _ in range(2)]
+        arrived = [torch.zeros(1 + turn % 7 + 1000 * i) for i in range(2)]
+        for i, exchange in enumerate(pair):
+            exchange.start(torch.full_like(arrived[i], float(rank + 10 * i)), arrived[i])
+        for i, exchange in enumerate(pair):
+            exchange.wait()
+            wrong += bool((arrived[i] != (rank - 1) % world + 10 * i).any())
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_many_exchanges(world):
+    assert run_workers(run_exchanges, world) == [0] * world

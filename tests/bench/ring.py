@@ -1,0 +1,138 @@
+"""A ring of GPUs against one of them, and what of the communication shows.
+
+    torchrun --nproc-per-node 2 tests/bench/ring.py                    S 262144, 16/2, d 128: standard pattern, dense
+    torchrun --nproc-per-node 4 tests/bench/ring.py --inner 2 --mode gather
+
+Forward and backward are the operator's own passes with the index given. One GPU is rank 0 alone with the whole
+sequence; `x ideal` is the ring's time over one GPU's time divided by the ranks. Exposed is the time for which the
+compute stream stands still at a wait for a transfer, by CUDA events before and after it, mean over ranks. Medians.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from attention import Shape, standard_index
+
+from mtraining_nns.ops.attention import Operator
+from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
+from mtraining_nns.ops.index import DistanceIndex
+from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.ring import MODES, Circle, Ring
+
+REPEATS = 10
+
+
+@contextmanager
+def exposed(waits: dict):
+    """Within it every wait of a transfer is timed: (before, after) events by what travelled."""
+    arrived = Circle.arrived
+
+    def timed(self, work, what):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        arrived(self, work, what)
+        events[1].record()
+        waits[what.partition(":")[0]].append(events)
+
+    Circle.arrived = timed
+    try:
+        yield
+    finally:
+        Circle.arrived = arrived
+
+
+def given(index: DistanceIndex, config: AttentionConfig, ring: Ring) -> Operator:
+    """The operator with this index as its pattern."""
+    operator = Operator(config, ring, "cuda")
+    pattern = type("Given", (), {"build": staticmethod(lambda *args: index)})
+    operator._pattern = lambda layer, layout: pattern
+    return operator
+
+
+def passes(operator, inputs, seq_len: int, repeats: int = REPEATS) -> tuple[list[float], list[float], list[dict]]:
+    """Milliseconds of each forward and backward pass, and the exposed waits of both."""
+    *tensors, dout = inputs
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    times, waits = ([], []), [defaultdict(list), defaultdict(list)]
+    for turn in range(repeats + 2):
+        ready = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        if operator.ring.world > 1:
+            dist.barrier()
+        kept = waits if turn >= 2 else [defaultdict(list), defaultdict(list)]
+        torch.cuda.synchronize()
+        ready[0].record()
+        with exposed(kept[0]):
+            out = operator(*leaves, seq_len=seq_len)
+        ready[1].record()
+        with exposed(kept[1]):
+            torch.autograd.grad(out, leaves, dout)
+        ready[2].record()
+        torch.cuda.synchronize()
+        if turn >= 2:
+            for part in (0, 1):
+                times[part].append(ready[part].elapsed_time(ready[part + 1]))
+    by_what = [{what: [a.elapsed_time(b) for a, b in events] for what, events in part.items()} for part in waits]
+    return *times, by_what
+
+
+def report(name: str, shape: Shape, index: DistanceIndex, config: AttentionConfig, ring: Ring) -> None:
+    layout = Layout.of(config, shape.seq_len, ring.world)
+    inputs = shape.inputs()
+    alone = (0.0, 0.0)
+    if dist.get_rank() == 0:
+        whole = passes(given(index, config, Ring.single()), inputs, shape.seq_len)
+        alone = tuple(statistics.median(part) for part in whole[:2])
+    dist.barrier()
+    local = [layout.shard(x, ring.rank) for x in inputs]
+    del inputs
+    found = passes(given(index, config, ring), local, shape.seq_len)
+    slowest = torch.tensor([statistics.median(part) for part in found[:2]], device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    ms = slowest.tolist()
+    if dist.get_rank() == 0:
+        ideal = [part / ring.world for part in alone]
+        print(
+            f"{shape}  {name:24s} one GPU {alone[0]:8.2f} {alone[1]:8.2f}  ring of {ring.world} {ms[0]:8.2f} {ms[1]:8.2f}"
+            f"  x ideal {ms[0] / ideal[0]:.3f} {ms[1] / ideal[1]:.3f}  sum {sum(ms) / sum(ideal):.3f}",
+            flush=True,
+        )
+    show_waits(found[2])
+
+
+def show_waits(by_what: list[dict]) -> None:
+    """Exposed milliseconds of each transfer, mean over ranks."""
+    for part, waits in zip(("forward", "backward"), by_what):
+        for what, values in waits.items():
+            mean = torch.tensor([statistics.median(values)], device="cuda")
+            dist.all_reduce(mean)
+            if dist.get_rank() == 0:
+                print(f"    {part:8s} {what:56s} exposed {mean.item() / dist.get_world_size():7.3f} ms", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seq-len", type=int, default=262144)
+    parser.add_argument("--layout", choices=LAYOUTS, default="striped")
+    parser.add_argument("--granularity", type=int)
+    parser.add_argument("--inner", type=int)
+    parser.add_argument("--mode", choices=MODES, default="ring")
+    parser.add_argument("--backend", default="auto")
+    args = parser.parse_args()
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    ring = Ring.create(dist.get_world_size(), inner=args.inner, mode=args.mode)
+    shape = Shape(args.seq_len, 16, 2, 128)
+    config = AttentionConfig(layout=args.layout, granularity=args.granularity, backend=args.backend)
+    blocks = Layout.of(config, args.seq_len, ring.world).global_blocks
+    report("standard pattern", shape, standard_index(args.seq_len, 16), config, ring)
+    dense = DistanceIndex.keep_all(1, 16, blocks, config.block, "cuda")
+    report("dense", shape, dense, AttentionConfig(**{**vars(config), "pattern": "dense"}), ring)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
