@@ -96,7 +96,8 @@ def report(name: str, shape: Shape, index: DistanceIndex, config: AttentionConfi
     if dist.get_rank() == 0:
         ideal = [part / ring.world for part in alone]
         print(
-            f"{shape}  {name:24s} one GPU {alone[0]:8.2f} {alone[1]:8.2f}  ring of {ring.world} {ms[0]:8.2f} {ms[1]:8.2f}"
+            f"{shape}  {name:24s} one GPU {alone[0]:8.2f} {alone[1]:8.2f}"
+            f"  ring of {ring.world} {ms[0]:8.2f} {ms[1]:8.2f}"
             f"  x ideal {ms[0] / ideal[0]:.3f} {ms[1] / ideal[1]:.3f}  sum {sum(ms) / sum(ideal):.3f}",
             flush=True,
         )
