@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mtraining_nns.ops.watch import Watch
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 MODES = ("ring", "gather")  # how keys get around an inner circle
 
 
@@ -40,7 +41,7 @@ class Circle:
 
     def start_gather(self, whole: torch.Tensor, mine: torch.Tensor, what: str) -> "Pending":
         """Everybody's `mine` on its way into `whole` [world, ...], both contiguous."""
-        work = dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
+        work = all_gather(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
         return Pending(whole, work, self, f"{what}: rank {self.ranks[self.rank]} gathers from ranks {self.ranks}")
 
     def arrived(self, work: dist.Work, what: str) -> None:
