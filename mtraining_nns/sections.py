@@ -100,6 +100,7 @@ class ParallelConfig:
     zero: Literal[2, 3] = 2  # 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
     offload: bool = False  # optimizer states in host memory
     timeout_s: int = 600  # for one exchange between ranks
+    warmup_timeout_s: int = 1800  # the same in the first step, in which each rank compiles its kernels
     data_guard_steps: int = 3  # first steps that check that a ring reads one batch
 
     def __post_init__(self):
@@ -109,7 +110,7 @@ class ParallelConfig:
                 f"parallel.{name}={str(value).lower()} is not available in this version; {fix}",
             )
         _at_least(0, "parallel", self, "data_guard_steps")
-        _at_least(1, "parallel", self, "cp", "dp", "inner", "timeout_s")
+        _at_least(1, "parallel", self, "cp", "dp", "inner", "timeout_s", "warmup_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)

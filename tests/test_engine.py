@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 
 import pytest
 import torch
@@ -111,6 +112,34 @@ def test_nodes_make_the_ring(folder):
     assert inner is None and "flat" in about and ":0 2" in about and ":1 3" in about
     refused = run_workers(on_nodes, 5, path, "00111", ["parallel.ring=hierarchical"])
     assert all("needs every ring on several nodes" in error and ":1 3" in error for error in refused)
+
+
+def slow_steps(rank, world_size, path):
+    """Rank 1 is late in every step: (step, seconds, error) in which rank 0 gives up on it."""
+    from mtraining_nns.engines import torch as engine
+
+    train_step, begun = engine.train_step, []
+
+    def late(*args, step, **more):
+        begun.append((step, time.monotonic()))
+        if rank == 1:
+            time.sleep(6 if step == 0 else 12)
+        return train_step(*args, step=step, **more)
+
+    engine.train_step = late
+    try:
+        engine.train(Recipe.load(path).resolve(world_size))
+    except RuntimeError as error:
+        return begun[-1][0], time.monotonic() - begun[-1][1], str(error)
+    raise AssertionError("no error")
+
+
+def test_the_first_step_may_take_longer_than_others(tmp_path):
+    """A rank that compiles for longer than the time-out of an exchange; later the same is an error."""
+    path = write_recipe(tmp_path, "parallel.timeout_s=3", "parallel.warmup_timeout_s=60")
+    step, seconds, error = run_workers(slow_steps, 2, path)[0]
+    assert step == 1 and seconds < 10, error
+    assert "rank" in error or "imed out" in error, error
 
 
 def test_recompute_and_zigzag_change_nothing(folder):

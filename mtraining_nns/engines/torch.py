@@ -19,7 +19,7 @@ from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import Feed
 from mtraining_nns.engines.held_out import check_held_out, evaluate
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
-from mtraining_nns.engines.world import World, layout_of, start
+from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import TOKENIZER, config_text, export
 from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes
@@ -36,8 +36,11 @@ def train(recipe: Recipe) -> dict:
     """
     with start(recipe.parallel) as world:
         run = Run.build(recipe, world)
-        for step in range(run.first_step, recipe.train.steps):
+        first = run.first_step
+        for step in range(first, recipe.train.steps):
             run.step(step)
+            if step == first:
+                settle(world, recipe.parallel)
         summary = run.finish()
     if world.rank == 0:
         export(recipe.checkpoint.dir, recipe.export.dir)

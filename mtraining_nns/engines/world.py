@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mtraining_nns import failure
@@ -61,14 +62,15 @@ def start(parallel):
     process = Process.launched() or Process()
     device = _device(process)
     joined = not dist.is_initialized()
-    timeout, watch = timedelta(seconds=parallel.timeout_s), None
+    seconds, watch = max(parallel.timeout_s, parallel.warmup_timeout_s), None
+    timeout = timedelta(seconds=seconds)
     if joined:
         _join(process, device, timeout)
     try:
         shape = ring_shape(parallel, _nodes(process))
         if device.type == "cuda" and parallel.cp > 1:
             # it knows layer and hop, so it speaks before the library that moves the bytes gives up
-            watch, timeout = _watch(parallel.timeout_s), timeout + GRACE
+            watch, timeout = _watch(seconds), timeout + GRACE
         ring = Ring.create(parallel.cp, timeout, inner=shape.inner, mode=parallel.inner_mode, watch=watch)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         rank = dist.get_rank()
@@ -78,6 +80,17 @@ def start(parallel):
             watch.close()
         if joined:
             dist.destroy_process_group()
+
+
+def settle(world: World, parallel) -> None:
+    """After the first step, when every rank has compiled its kernels: from now on an exchange takes `timeout_s`."""
+    dist.barrier()
+    watch, timeout = world.ring.watch, timedelta(seconds=parallel.timeout_s)
+    if watch is not None:
+        torch.cuda.synchronize()
+        watch.timeout_s, timeout = parallel.timeout_s, timeout + GRACE
+    for group in {None, world.ring.group, world.mesh.get_group(), *(circle.group for circle in world.ring.levels)}:
+        distributed_c10d._set_pg_timeout(timeout, group)  # torch has no public name for it
 
 
 def _watch(timeout_s: int) -> Watch:
