@@ -12,6 +12,9 @@ import time
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from mtraining_nns.ops import balance
+
+BALANCE_TAGS = ("attention/work_max_over_mean", *(f"attention/balance_{name}" for name in balance.Balance._fields))
 WARMUP_STEPS = 2  # first steps of a process: compilation and allocation, not training speed
 
 
@@ -44,17 +47,33 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def attention_stats(operator, world) -> dict[str, float]:
-    """Density by layer, capped heads, and work max/mean (largest over the rings). Collective, waits for the device."""
+    """Density by layer, capped heads, work max/mean and the balance of the ring. Collective, waits for the device.
+
+    Of several rings the largest values count. Work max/mean takes all layers as one; the balance does not, since ranks
+    meet in every layer. There is no balance where `ops/balance.py` cannot count a layer's form of index.
+    """
     stats = operator.read_stats()
-    work = torch.tensor([float(sum(stats["work"].values()))], dtype=torch.float64, device=world.device)
-    ring = torch.cat(world.ring.gather(work))
-    balance = world.max((ring.max() / ring.mean()).reshape(1)).item()
     density = stats["density"]
     values = {f"attention/density_layer_{layer:02d}": value for layer, value in density.items()}
     values["attention/density"] = sum(density.values()) / len(density)
     values["attention/capped_heads"] = sum(stats["capped"].values())
-    values["attention/work_max_over_mean"] = balance
-    return values
+    work = torch.tensor([float(sum(stats["work"].values()))], dtype=torch.float64, device=world.device)
+    ring = torch.stack(world.ring.gather(torch.cat([work, *_work_by_hop(operator)])))
+    total, by_hop = ring[:, 0], ring[:, 1:]
+    measures = [total.max() / total.mean()]
+    if by_hop.numel() > 0:
+        measures += balance.measure(by_hop.unflatten(1, (-1, len(ring))).transpose(0, 1))
+    found = world.max(torch.tensor(measures, dtype=torch.float64, device=world.device))
+    return values | dict(zip(BALANCE_TAGS, found.tolist(), strict=False))
+
+
+def _work_by_hop(operator) -> list[torch.Tensor]:
+    """float64 [hops] of each layer: pairs of this rank in its last call. Empty where a layer cannot be counted."""
+    last = [layer for _, layer in sorted(operator.last.items())]
+    if not all(type(index) in balance.PAIRS_BY_KEY for index, _ in last):
+        return []
+    holds = torch.tensor([balance.sources(operator.ring)])
+    return [balance.work(index, layout, holds)[0] for index, layout in last]
 
 
 class Log:

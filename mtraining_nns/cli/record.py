@@ -1,0 +1,62 @@
+"""Run a model over a text with sparse attention and keep what each layer kept, for `mtraining balance --indices`.
+
+    mtraining record runs/demo/sparse/hf book.txt --out index.safetensors
+    mtraining record smollm2.gguf /usr/lib/python3 --out index.safetensors --seq-len 16k --rope-theta 1e6 \\
+        attention.p_v=0.9 attention.p_s=0.9
+
+MODEL is a local HuggingFace folder or a GGUF file, TEXT a file, a folder of text, or a prepared data folder. It takes
+one forward and one backward pass in fp32. Beside the indices it measures, for some queries of each layer, how few keys
+hold 95 % of the attention weights and of the gradient of the loss with respect to the scores; attention.pattern=dense
+measures those of full attention.
+"""
+
+from mtraining_nns.errors import UserError
+
+
+def add_parser(subparsers) -> None:
+    """Declare the verb and its arguments."""
+    parser = subparsers.add_parser("record", help="keep the indices and the sparsity of a model on a text")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a model folder or a .gguf file")
+    add("text", metavar="TEXT", help="text file, folder of text, or prepared data folder")
+    add("overrides", nargs="*", metavar="attention.key=value", help="settings of the operator")
+    add("--out", required=True, metavar="FILE", help="the safetensors file to write")
+    add("--seq-len", metavar="N", help="tokens, such as 16k (default: the trained length, or the whole text)")
+    add("--rope-theta", type=float, metavar="X", help="in place of the model's own, to go past its trained length")
+    add("--rows", type=int, default=32, metavar="N", help="queries measured in each layer (default 32)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+
+
+def run(args) -> None:
+    """Check, run, write, print."""
+    from pathlib import Path
+
+    from mtraining_nns import recipe_yaml
+    from mtraining_nns.cli.eval import parse_length
+    from mtraining_nns.ops.config import AttentionConfig
+
+    tree = {"attention": {}}
+    for word in args.overrides:
+        if not word.startswith("attention."):
+            raise UserError(f"record takes attention.key=value, got {word!r}; give e.g. attention.p_v=0.9")
+        recipe_yaml.override(tree, word)
+    attention = recipe_yaml.build(AttentionConfig, tree["attention"], "attention")
+    if not Path(args.out).absolute().parent.is_dir():
+        raise UserError(f"the folder of --out {args.out} does not exist; make it first")
+    # Imported here because transformers takes seconds and a mistake above needs none of it.
+    from mtraining_nns.record import Request, record, sparsity_table
+
+    request = Request(
+        model=args.model,
+        text=args.text,
+        seq_len=None if args.seq_len is None else parse_length(args.seq_len),
+        rope_theta=args.rope_theta,
+        rows=args.rows,
+        device=args.device,
+        attention=attention,
+    )
+    recording = record(request)
+    recording.save(args.out)
+    print(sparsity_table(recording))
+    loss, pattern = recording.about["loss"], recording.about["attention"]["pattern"]
+    print(f"{args.out}: {len(recording.indices)} layers, {recording.seq_len} tokens, {pattern}, loss {loss:.4f}")

@@ -1,0 +1,118 @@
+"""Balance of a ring: what each rank computes at each hop, from the index alone, before a cluster is paid for.
+
+    w[r, t]     query-key pairs of ring rank r at hop t, over all heads; columns belong to the last hop
+
+    worker      max_r sum_t w / mean_r sum_t w           how long the others wait for the busiest rank at the end
+    step        mean_r (max_t w[r] / mean_t w[r])        how much a rank's own hops differ
+    critical    sum_t max_r w / mean_r sum_t w           time of a ring that waits at every hop, over a balanced one
+
+    2 ranks     hop 0   hop 1       worker     4 / 3        = 1.33
+    rank 0        3       1         step      (1.5 + 1) / 2 = 1.25
+    rank 1        1       1         critical  (3 + 1) / 3   = 1.33
+
+Pairs of blocks are counted by correlation along the distance of blocks, so no table over pairs of blocks is made: a
+sequence of n blocks costs n log n for each rank. All counts are whole numbers in float64, hence exact.
+
+Another form of index joins by an entry in PAIRS_BY_KEY. Not for the operator itself: `work` waits for the device.
+Letters: R ranks asked for, W ranks of the ring, n global blocks with real tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from mtraining_nns.ops.index import ColumnIndex, DistanceIndex
+from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.ring import Circle, Ring
+
+
+class Balance(NamedTuple):
+    """The three measures, each at least 1; 1 is perfect."""
+
+    worker: float
+    step: float
+    critical: float
+
+
+def measure(work: torch.Tensor) -> Balance:
+    """Measures of a table w [..., W, hops]; leading dims are layers, which follow one another.
+
+    Ranks of a ring meet in every layer, so each layer adds its own busiest rank. Ranks without a token do not count in
+    `step`.
+    """
+    total = work.sum(-1)
+    mean = total.mean(-1).sum()
+    uneven = work.amax(-1) * work.shape[-1] / total
+    return Balance(
+        (total.amax(-1).sum() / mean).item(), uneven[total > 0].mean().item(), (work.amax(-2).sum() / mean).item()
+    )
+
+
+def schedule(world: int, inner: int | None = None) -> torch.Tensor:
+    """int64 [W, hops]: the rank whose keys each rank holds at each hop, flat or in inner circles of `inner` ranks.
+
+    >>> schedule(4, inner=2)[0].tolist()
+    [0, 1, 2, 3]
+    """
+    return torch.tensor([sources(_member(rank, world, inner)) for rank in range(world)])
+
+
+def sources(ring: Ring) -> list[int]:
+    """The rank whose keys this rank holds, hop by hop."""
+    outer, circle = ring.levels
+    return [ring.source(i, j) for i in range(outer.world) for j in range(circle.world)]
+
+
+def work(index: DistanceIndex, layout: Layout, holds: torch.Tensor) -> torch.Tensor:
+    """float64 [R, hops]: query-key pairs of R ranks at each hop, over all heads.
+
+    holds: int64 [R, hops], rows of `schedule`; a rank's first hop is its own keys. The sum over the hops is
+    `index.kept_pairs` of the rank. On the index's device.
+    """
+    device = index.hit.device
+    starts = torch.arange(0, layout.seq_len, layout.block)
+    owner, tokens = layout.locate(starts)[0].to(device), (layout.seq_len - starts).clamp_max(layout.block).to(device)
+    holds = holds.to(device)
+    ranks = holds[:, :1]
+    rows = torch.where(owner == ranks, tokens, 0).double()  # [R, n]: real tokens of a rank in each block
+    by_source = rows.new_zeros(len(holds), layout.world)
+    by_source.index_add_(1, owner, PAIRS_BY_KEY[type(index)](index, rows))
+    own = (rows * (rows + 1) / 2).sum(1, keepdim=True) * index.hit.shape[0] * index.hit.shape[1]
+    by_hop = by_source.scatter_add_(1, ranks, own).gather(1, holds)
+    if index.columns is not None:
+        by_hop[:, -1] += rows @ _columns_seen(index.columns, len(starts))
+    return by_hop
+
+
+def _by_distance(index: DistanceIndex, rows: torch.Tensor) -> torch.Tensor:
+    """float64 [R, n]: pairs of each rank's rows [R, n] with each earlier key block, over all heads."""
+    blocks = rows.shape[1]
+    heads = index.hit[..., :blocks].sum((0, 1)).double()
+    heads[0] = 0  # a block's own keys are seen causally and counted apart
+    spectrum = torch.fft.rfft(rows, 2 * blocks) * torch.fft.rfft(heads, 2 * blocks).conj()
+    return torch.fft.irfft(spectrum, 2 * blocks)[:, :blocks].round() * index.block
+
+
+# type of index -> pairs of each rank's rows with each strictly earlier key block, see _by_distance
+PAIRS_BY_KEY = {DistanceIndex: _by_distance}
+
+
+def _columns_seen(columns: ColumnIndex, blocks: int) -> torch.Tensor:
+    """float64 [n]: columns that a query of each block attends to, over all heads: earlier ones that no block covers."""
+    at = (columns.position // columns.block).clamp_max(blocks).long()  # entries past the count go to the last place
+    held = torch.zeros(*at.shape[:2], blocks + 1, dtype=torch.float64, device=at.device)
+    held = held.scatter_add_(-1, at, torch.ones_like(at, dtype=torch.float64))[..., :blocks]
+    uncovered = (~columns.hit[..., :blocks]).double()
+    uncovered[..., 0] = 0
+    spectrum = torch.fft.rfft(held, 2 * blocks) * torch.fft.rfft(uncovered, 2 * blocks)
+    return torch.fft.irfft(spectrum.sum((0, 1)), 2 * blocks)[:blocks].round()
+
+
+def _member(rank: int, world: int, inner: int | None) -> Ring:
+    """A rank's place in a ring, without processes."""
+    ranks = tuple(range(world))
+    if inner is None:
+        return Ring(rank, ranks)
+    node, local = divmod(rank, inner)
+    around = Circle(local, ranks[node * inner : (node + 1) * inner])
+    return Ring(rank, ranks, inner=around, outer=Circle(node, ranks[local::inner]))
