@@ -23,16 +23,16 @@ from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.hops import Homeward, Hop, circulate
-from mtraining_nns.ops.index import BlockIndex, DistanceIndex
+from mtraining_nns.ops.index import BlockIndex, Index
 from mtraining_nns.ops.kernels import GatheredColumns, Grads, Keys, Tape
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
-from mtraining_nns.ops.patterns import Place, dense, vertical_slash
+from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
 from mtraining_nns.ops.ring import Ring, RingError, blaming
 from mtraining_nns.ops.store import IndexStore
 
-PATTERNS = {"dense": dense, "vertical_slash": vertical_slash}
+PATTERNS = {"dense": dense, "vertical_slash": vertical_slash, "xattention": xattention, "moba": moba}
 WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
 
 
@@ -48,7 +48,7 @@ class Operator:
         self.device, self.shape = kernels.Device.here(device_type), {}
         self.choice()
         self.store, self.agreed = IndexStore(), set()
-        self.last: dict[int, tuple[DistanceIndex, Layout]] = {}  # what each layer kept last, for read_stats
+        self.last: dict[int, tuple[Index, Layout]] = {}  # what each layer kept last, for read_stats
 
     def __call__(self, q, k, v, *, layer: int = 0, seq_len: int | None = None, scale: float | None = None):
         """q [B, S_local, N, D], k and v [B, S_local, H, D] -> [B, S_local, N, D] in q's dtype.
@@ -83,10 +83,13 @@ class Operator:
 
     def choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:
         """(backend, reason) for a global sequence and a layer, as far as they are known."""
-        known = self.shape
+        known, dense = self.shape, seq_len is not None and self._keeps_all(layer, seq_len)
         if seq_len is not None:
-            known = known | {"queries": self.layout(seq_len).local_len, "dense": self._keeps_all(layer, seq_len)}
-        work = kernels.Work(block=self.config.block, deterministic=self.config.deterministic, **known)
+            known = known | {"queries": self.layout(seq_len).local_len, "dense": dense}
+        row_bits = PATTERNS[self.config.pattern].ROW_BITS and not dense
+        work = kernels.Work(
+            block=self.config.block, deterministic=self.config.deterministic, row_bits=row_bits, **known
+        )
         return kernels.choose(self.device, work, self.config.backend)
 
     def __reduce__(self):
@@ -100,11 +103,12 @@ class Operator:
     def read_stats(self) -> dict[str, dict[int, float]]:
         """Of each layer's last call: density in (0, 1], capped heads, and work, the query-key pairs of this rank.
 
+        The density is that of the sequence, or of this rank's rows where a pattern chooses for every row (`RowIndex`).
         Waits for the device; call it at logging steps only.
         """
         stats: dict[str, dict[int, float]] = {"density": {}, "capped": {}, "work": {}}
         for layer, (index, layout) in sorted(self.last.items()):
-            starts = layout.block_starts(self.ring.rank, index.hit.device)
+            starts = layout.block_starts(self.ring.rank, index.device)
             stats["density"][layer] = index.density(layout.seq_len).item()
             stats["capped"][layer] = 0 if index.capped is None else int(index.capped)
             stats["work"][layer] = index.kept_pairs(starts, layout.seq_len).item()
@@ -176,7 +180,7 @@ def _one_dtype(q, k, v):
 class Call:
     """One call of the operator: what is kept, where, and how it is computed."""
 
-    index: DistanceIndex
+    index: Index
     place: Place
     kernels: Any
     scale: float
@@ -243,7 +247,7 @@ class Call:
         return Keys(k, v, blocks, columns and columns.heads(heads))
 
     def _starts(self, rank: int) -> torch.Tensor:
-        return self.place.layout.block_starts(rank, self.index.hit.device)
+        return self.place.layout.block_starts(rank, self.index.device)
 
     def _chunks(self, q, k, columns):
         """(query heads, key heads) that are treated at once, so that lists and workspaces stay small."""

@@ -6,8 +6,7 @@ exported checkpoint. It describes the model, never the machine, except `backend`
 
 from dataclasses import dataclass, fields, replace
 
-PATTERNS = ("dense", "vertical_slash")
-PLANNED_PATTERNS = ("xattention", "moba")
+PATTERNS = ("dense", "vertical_slash", "xattention", "moba")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 BUDGETS = ("top_p", "fixed")
 BACKENDS = ("auto", "torch", "triton", "cute", "cuda")
@@ -19,13 +18,13 @@ class AttentionConfig:
     """Settings of the sparse attention operator. Lengths are in tokens unless the comment says otherwise.
 
     Raises ValueError for a value outside its range, naming the value, what was expected and how to fix it.
-    Source of the pattern's parameters: MTraining, section 4.1 and algorithm 1.
+    Source of the parameters of vertical_slash: MTraining, section 4.1 and algorithm 1.
     """
 
     pattern: str = "vertical_slash"
     layout: str = "striped"
     granularity: int | None = None  # length of a stripe; None means `block`
-    block: int = 128  # index resolution of slashes and of every kernel; the paper uses 64
+    block: int = 128  # index resolution of every pattern and kernel; the paper uses 64 for slashes
     budget: str = "top_p"
     p_v: float = 0.95  # share of attention mass that the kept columns must reach
     p_s: float = 0.95  # share of attention mass that the kept slash bins must reach
@@ -35,6 +34,10 @@ class AttentionConfig:
     last_q: int = 64  # queries at the end of the sequence that the estimate looks at; 256 follows small models closer
     sinks: int = 64  # first keys, always kept
     local: int = 1024  # nearest keys, always kept
+    stride: int = 16  # xattention: tokens of a group, whose antidiagonals stand for the attention of two groups
+    threshold: float = 0.9  # xattention: share of a query block's estimated mass that its kept blocks must reach
+    chunk: int = 4096  # moba: keys that a query takes or leaves together
+    top_k: int = 12  # moba: chunks of each query, its own included
     dense_layers: tuple[int, ...] = ()  # layers that keep every key
     dense_below: int | str = 0  # global sequences shorter than this keep every key; "auto": the measured crossover
     backend: str = "auto"
@@ -45,7 +48,7 @@ class AttentionConfig:
             object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), field.type)
-        _one_of("pattern", self.pattern, PATTERNS, PLANNED_PATTERNS)
+        _one_of("pattern", self.pattern, PATTERNS)
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("budget", self.budget, BUDGETS)
         _one_of("backend", self.backend, BACKENDS)
@@ -56,12 +59,22 @@ class AttentionConfig:
                 f"attention.granularity must be a multiple of attention.block, got granularity={self.granularity},"
                 f" block={self.block}; lower the block or raise the granularity"
             )
-        for name in ("p_v", "p_s"):
+        for name in ("p_v", "p_s", "threshold"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"attention.{name} must lie in (0, 1], got {getattr(self, name)}")
-        for name in ("k_v", "k_s", "cap", "last_q"):
+        for name in ("k_v", "k_s", "cap", "last_q", "stride", "chunk", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"attention.{name} must be at least 1, got {getattr(self, name)}")
+        if self.block % self.stride:
+            raise ValueError(
+                f"attention.block must be a multiple of attention.stride, got block={self.block},"
+                f" stride={self.stride}; use a power of two for the stride"
+            )
+        if self.pattern == "moba" and self.chunk % self.block:
+            raise ValueError(
+                f"attention.chunk must be a multiple of attention.block, got chunk={self.chunk}, block={self.block};"
+                " lower the block or raise the chunk"
+            )
         if isinstance(self.dense_below, str) and self.dense_below != "auto":
             raise ValueError(f"attention.dense_below must be a length or auto, got {self.dense_below!r}")
         for name in ("sinks", "local", "dense_below"):
@@ -95,8 +108,6 @@ def _check_type(name: str, value, expected: type) -> None:
         raise ValueError(f"attention.{name} must be {names}, got {value!r} ({type(value).__name__})")
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:
-    if value in planned:
-        raise ValueError(f"attention.{name}={value!r} is not available in this version; use one of {', '.join(known)}")
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"attention.{name} must be one of {', '.join(known)}, got {value!r}")

@@ -30,10 +30,10 @@ class Hop(NamedTuple):
     last: bool
 
 
-def circulate(ring: Ring, k: torch.Tensor, v: torch.Tensor, layer: int) -> Iterator[Hop]:
+def circulate(ring: Ring, k: torch.Tensor, v: torch.Tensor, layer: int | str) -> Iterator[Hop]:
     """The keys of every rank, this one's first; later ones travel while the caller computes.
 
-    A hop's tensors are overwritten after the next hop.
+    A hop's tensors are overwritten after the next hop. layer: for error messages.
     """
     if ring.world == 1:
         yield Hop(0, (k, v), True)
@@ -52,7 +52,7 @@ def circulate(ring: Ring, k: torch.Tensor, v: torch.Tensor, layer: int) -> Itera
         shard, coming = coming, shard
 
 
-def _passed(ring: Ring, shard: torch.Tensor, layer: int, outer_step: int) -> Iterator[torch.Tensor]:
+def _passed(ring: Ring, shard: torch.Tensor, layer: int | str, outer_step: int) -> Iterator[torch.Tensor]:
     """The shards of an inner circle, each sent on while it is computed with."""
     outer, inner = ring.levels
     if inner.world == 1:
@@ -71,7 +71,7 @@ def _passed(ring: Ring, shard: torch.Tensor, layer: int, outer_step: int) -> Ite
         here = target
 
 
-def _gathered(ring: Ring, shard: torch.Tensor, layer: int, outer_step: int) -> Iterator[torch.Tensor]:
+def _gathered(ring: Ring, shard: torch.Tensor, layer: int | str, outer_step: int) -> Iterator[torch.Tensor]:
     """The shards of an inner circle: this rank's own while the others come together."""
     inner = ring.levels[1]
     whole = torch.empty(inner.world, *shard.shape, dtype=shard.dtype, device=shard.device)

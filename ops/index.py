@@ -1,9 +1,11 @@
 """What a pattern keeps, as data that every kernel reads the same way.
 
-Three forms, B batch, N query heads, n blocks:
+Four forms, B batch, N query heads, n blocks:
 
     DistanceIndex   hit[B, N, distance] in global blocks, and columns: what a pattern returns for the whole sequence;
                     small, equal on all ranks, saved for the backward pass
+    RowIndex        mask[B, N, own query block, key]: what a pattern returns that looks at every query; each rank has
+                    its own
     BlockIndex      one ring step: for each query block the earlier key blocks that it keeps, and the same by key block
     ColumnIndex     single keys that every later query sees, unless a kept block already covers them
 
@@ -12,12 +14,19 @@ GPU. Nothing waits for the device: counts stay tensors and lists are as long as 
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 NO_COLUMN = torch.iinfo(torch.int32).max  # fills column lists past their count
 COLUMN_TILE = 128  # columns that kernels treat at once, whatever the block is
+
+
+def packed(flags: torch.Tensor) -> torch.Tensor:
+    """int32 [..., W]: flags bool [..., 32 * W], bit c % 32 of word c // 32 stands for flag c."""
+    weights = torch.ones(32, dtype=torch.int64, device=flags.device) << torch.arange(32, device=flags.device)
+    words = (flags.unflatten(-1, (-1, 32)) * weights).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 class Lists(NamedTuple):
@@ -132,11 +141,8 @@ class ColumnIndex:
         seen = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % COLUMN_TILE))
         tiles = seen.unflatten(-1, (-1, COLUMN_TILE))
         state = tiles.any(-1).to(torch.uint8) + tiles.all(-1).to(torch.uint8)
-        weights = torch.ones(32, dtype=torch.int64, device=seen.device) << torch.arange(32, device=seen.device)
-        words = (seen.unflatten(-1, (-1, 32)) * weights).sum(-1)
-        words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
         starts = (q_starts // self.block * self.block).expand(*self.position.shape[:2], -1).contiguous()
-        return ColumnTiles(words, state, torch.searchsorted(self.position, starts, out_int32=True))
+        return ColumnTiles(packed(seen), state, torch.searchsorted(self.position, starts, out_int32=True))
 
     def seen(self, q_start: int | torch.Tensor) -> torch.Tensor:
         """bool [B, N, C]: columns that the query block starting at `q_start` attends to."""
@@ -161,6 +167,11 @@ class DistanceIndex:
     columns: ColumnIndex | None = None
     capped: torch.Tensor | None = None
     dense: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the index lies."""
+        return self.hit.device
 
     @classmethod
     def keep_all(cls, batch: int, heads: int, blocks: int, block: int, device) -> "DistanceIndex":
@@ -210,3 +221,88 @@ class DistanceIndex:
             hit=change(self.columns.hit),
         )
         return replace(self, hit=change(self.hit), columns=columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowIndex:
+    """What a pattern keeps for the query blocks of one rank, each its own choice. The diagonal is always kept.
+
+    mask: bool [B, N, nq, m]: query block i keeps those key blocks of span j, tokens j * span to (j + 1) * span of the
+    sequence, that are earlier than itself. A byte an entry: 59 MB at 524288 tokens on 8 ranks with 28 heads, block and
+    span 128.
+    starts: int32 [nq] global position of each query block's first token.
+    span: tokens of an entry, a multiple of block.
+    row_bits: int32 [B, N, S_local, ceil(m / 32)] or None: row r sees the keys of span j only if its bit j is set; a row
+    sees its own span.
+
+    Example, starts=[0, 32] of a sequence in blocks of 16, span = block: mask=[[0, 0, 0], [1, 0, 0]] keeps global blocks
+    (0,0) (2,0) (2,2).
+    """
+
+    mask: torch.Tensor
+    starts: torch.Tensor
+    block: int
+    span: int
+    row_bits: torch.Tensor | None = None
+    columns: ClassVar[None] = None
+    capped: ClassVar[None] = None
+    dense: ClassVar[bool] = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the index lies."""
+        return self.mask.device
+
+    def blocks(self, q_starts: torch.Tensor, k_starts: torch.Tensor, *, diagonal: bool) -> BlockIndex:
+        """Lists of one ring step. q_starts: those of the index."""
+        assert len(q_starts) == self.mask.shape[2], "an index of other query blocks"
+        mask = self.mask[..., k_starts.long() // self.span] & (k_starts < q_starts[:, None])
+        lists = BlockIndex.of(mask, q_starts, k_starts, self.block, diagonal=diagonal)
+        return replace(lists, row_bits=self.row_bits, row_chunk=self.span)
+
+    def heads(self, chosen: slice) -> "RowIndex":
+        """The index of some query heads."""
+        return self._each(lambda x: x[:, chosen])
+
+    def kept_pairs(self, q_starts: torch.Tensor, seq_len: int) -> torch.Tensor:
+        """float64 scalar: query-key pairs that the index keeps, over all heads; q_starts are those of the index.
+
+        The last block counts only its real tokens. Host use only: at logging time, never inside the operator.
+        """
+        rows = (seq_len - q_starts.double()).clamp(0, self.block)
+        spans = torch.arange(self.mask.shape[-1], device=self.device) * self.span
+        earlier = (q_starts[:, None] - spans).clamp(0, self.span)  # tokens of a span before the query block
+        heads = self.mask.shape[0] * self.mask.shape[1]
+        return (self._rows_that_see(rows) * earlier).sum() + heads * (rows * (rows + 1) / 2).sum()
+
+    def density(self, seq_len: int) -> torch.Tensor:
+        """float64 scalar in (0, 1]: kept pairs over causal pairs of this rank's own rows, 0 if all are padding.
+
+        Ranks differ: the density of the sequence is the sum of their kept pairs over all causal pairs.
+        """
+        first, last = self.starts.double(), (self.starts.double() + self.block).clamp_max(seq_len)
+        causal = torch.where(first < seq_len, last * (last + 1) - first * (first + 1), 0.0).sum() / 2
+        heads = self.mask.shape[0] * self.mask.shape[1]
+        return self.kept_pairs(self.starts, seq_len) / (heads * causal).clamp_min(1)
+
+    def to(self, *args, **kwargs) -> "RowIndex":
+        """The same index with its tensors moved."""
+        moved = self._each(lambda x: x.to(*args, **kwargs))
+        return replace(moved, starts=self.starts.to(*args, **kwargs))
+
+    def _rows_that_see(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, N, nq, m]: how many of each query block's first `rows` [nq] tokens see each span."""
+        if self.row_bits is None:
+            return self.mask * rows[:, None]
+        filling = self.mask.shape[2] * self.block - self.row_bits.shape[2]
+        words = torch.nn.functional.pad(self.row_bits, (0, 0, 0, filling)).unflatten(2, (-1, self.block))
+        real = (torch.arange(self.block, device=self.device) < rows[:, None])[..., None]
+        counts = [((words >> bit & 1) * real).sum(3) for bit in range(32)]
+        return self.mask * torch.stack(counts, -1).flatten(-2)[..., : self.mask.shape[-1]]
+
+    def _each(self, change) -> "RowIndex":
+        bits = None if self.row_bits is None else change(self.row_bits)
+        return replace(self, mask=change(self.mask), row_bits=bits)
+
+
+Index = DistanceIndex | RowIndex  # what a pattern builds

@@ -5,29 +5,33 @@ Both give the same lists; `ops/index.py` says what they mean.
 
 import torch
 
-from mtraining_nns.ops.index import BlockIndex, ColumnIndex, ColumnTiles, DistanceIndex
+from mtraining_nns.ops.index import BlockIndex, ColumnIndex, ColumnTiles, Index, RowIndex
 
 
-def block_lists(index: DistanceIndex, q_starts, k_starts, *, diagonal: bool, both: bool) -> BlockIndex:
+def block_lists(index: Index, q_starts, k_starts, *, diagonal: bool, both: bool) -> BlockIndex:
     """BlockIndex of query blocks against key blocks; both: by key block, too, as backward passes need them.
 
     q_starts, k_starts: int32 [nq], [nk] global position of each block's first token. diagonal: the two are the same.
     """
-    if not index.hit.is_cuda:
+    if index.device.type != "cuda":
         return index.blocks(q_starts, k_starts, diagonal=diagonal)
-    from mtraining_nns.ops.kernels.triton_lists import distance_lists
+    from mtraining_nns.ops.kernels import triton_lists
 
-    hit = index.hit[:1, :1] if index.dense else index.hit
-    by_query = distance_lists(hit, q_starts, k_starts, index.block, 1)
-    by_key = distance_lists(hit, k_starts, q_starts, index.block, -1) if both else None
+    if isinstance(index, RowIndex):
+        make, table, unit = triton_lists.mask_lists, index.mask, index.span
+        bits = {"row_bits": index.row_bits, "row_chunk": index.span}
+    else:
+        make, table, unit = triton_lists.distance_lists, index.hit[:1, :1] if index.dense else index.hit, index.block
+        bits = {}
     return BlockIndex(
-        by_query=by_query,
-        by_key=by_key,
+        by_query=make(table, q_starts, k_starts, unit, 1),
+        by_key=make(table, k_starts, q_starts, unit, -1) if both else None,
         diagonal=diagonal,
         q_starts=q_starts,
         k_starts=k_starts,
         block=index.block,
         dense=index.dense,
+        **bits,
     )
 
 

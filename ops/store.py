@@ -3,7 +3,8 @@
 Under activation checkpointing (`torch.utils.checkpoint`, use_reentrant=False) a layer's forward runs a second time
 inside the backward pass. Estimating again would cost the estimate twice, put its collectives inside the
 recomputation, and pick other columns where two masses tie. So the first run leaves its index here and the second
-takes it back. An index is a few megabytes at most, tiny beside a layer's activations.
+takes it back. The index of vertical-slash is a few megabytes at most, tiny beside a layer's activations; those of
+XAttention and MoBA grow with the square of the length (see `RowIndex`).
 """
 
 import itertools

@@ -240,8 +240,15 @@ def test_a_ring_checks_the_shards_before_it_talks():
 
 
 CONFIG_ERRORS = [
-    ({"pattern": "stripes"}, "pattern must be one of dense, vertical_slash, got 'stripes'"),
-    ({"pattern": "moba"}, "'moba' is not available"),
+    ({"pattern": "stripes"}, "pattern must be one of dense, vertical_slash, xattention, moba, got 'stripes'"),
+    ({"threshold": 0.0}, r"threshold must lie in \(0, 1\], got 0.0"),
+    ({"threshold": 1.01}, "threshold must lie"),
+    ({"block": 16, "stride": 32}, "block must be a multiple of attention.stride, got block=16, stride=32"),
+    ({"stride": 12}, "got block=128, stride=12"),
+    ({"stride": 0}, "stride must be at least 1"),
+    ({"pattern": "moba", "chunk": 200}, "chunk must be a multiple of attention.block, got chunk=200, block=128"),
+    ({"pattern": "moba", "chunk": 0}, "chunk must be at least 1"),
+    ({"top_k": 0}, "top_k must be at least 1"),
     ({"backend": "fast"}, "backend must be one of"),
     ({"layout": "spiral"}, "layout must be one of contiguous, zigzag, striped"),
     ({"budget": "all"}, "budget must be one of top_p, fixed"),

@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 
-from mtraining_nns.ops import kernels
+from mtraining_nns.ops import attention, config, kernels
+from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.kernels import Device, Work, backends, choose
+from mtraining_nns.ops.ring import Ring
 
 CPU, H200 = Device(type="cpu"), Device(type="cuda", capability=(9, 0))
 A100 = Device(type="cuda", capability=(8, 0))
@@ -32,6 +34,8 @@ QWEN = {"head_dim": 128, "heads": 16, "kv_heads": 2, "dtype": torch.bfloat16}
         (H200, Work(block=128, queries=16384, dense=True, **QWEN), ("cute", "the fastest on this device")),
         (H200, Work(block=128, queries=16512, **QWEN), ("cute", "the fastest on this device")),
         (NO_TRITON, Work(block=128, queries=16384, **QWEN), ("cute", "the fastest on this device")),
+        (H200, Work(block=128, row_bits=True, **QWEN), ("triton", "cute cannot: it cannot mask single rows.*moba")),
+        (CPU, Work(block=128, row_bits=True), ("torch", "the backend for cpu devices")),
         (A100, Work(block=128, **QWEN), ("triton", r"compute capability 9.x only, got \(8, 0\)")),
         (Device(type="cuda", capability=(10, 0)), Work(block=128), ("triton", r"got \(10, 0\)")),
         (Device(type="cuda", capability=(9, 0), without_cute="no FA4"), Work(block=128), ("triton", "no FA4")),
@@ -56,6 +60,9 @@ def test_auto(device, work, expected):
         (A100, Work(block=128, **QWEN | {"head_dim": 256}), "cuda", "head dims 64 and 128, got 256"),
         (A100, Work(block=128, **QWEN | {"dtype": torch.float16}), "cuda", "bfloat16, got torch.float16"),
         (A100, Work(block=128, deterministic=True), "cuda", "attention.deterministic"),
+        (H200, Work(block=128, row_bits=True), "cute", "backend=cute cannot run: it cannot mask single rows"),
+        (A100, Work(block=128, row_bits=True), "cuda", "backend=cuda cannot run: it cannot mask single rows"),
+        (NO_TRITON, Work(block=128, row_bits=True), "auto", "triton: no triton; cute: it cannot mask single rows"),
         (NO_CUDA_PACKAGE, Work(block=128), "cuda", "backend=cuda cannot run: no package; use .*auto"),
         (CPU, Work(block=128), "cuda", "backend=cuda cannot run: it needs a CUDA device"),
         (A100, Work(block=64, **QWEN | {"head_dim": 80}), "auto", "no attention kernels.*16, 32, 64 and 128, got 80"),
@@ -72,6 +79,32 @@ def test_what_is_asked_for_runs():
     assert choose(H200, Work(block=128), "triton") == ("triton", "asked for")
     assert choose(A100, Work(block=128, **QWEN), "cuda") == ("cuda", "asked for")
     assert set(kernels.KERNELS) == set(backends.FAULTS)
+
+
+def on_h200(monkeypatch, **settings) -> Operator:
+    monkeypatch.setattr(Device, "here", lambda device_type: H200)
+    operator = Operator(AttentionConfig(**settings), Ring.single(), "cuda")
+    operator.prepare(128, 16, 2, torch.bfloat16)
+    return operator
+
+
+def test_moba_runs_on_triton_and_its_dense_layers_on_cute(monkeypatch):
+    operator = on_h200(monkeypatch, pattern="moba", dense_layers=(1,), dense_below=4096)
+    assert operator.choice(65536, 0)[0] == "triton" and operator.choice(65536, 1)[0] == "cute"
+    assert operator.choice(4095, 0)[0] == "cute"
+    assert "triton: portable; cute cannot: it cannot mask single rows" in operator.describe(65536)
+    assert on_h200(monkeypatch, pattern="xattention").choice(65536, 0)[0] == "cute"
+
+
+@pytest.mark.parametrize("backend", ["cute", "cuda"])
+def test_moba_is_refused_at_construction_by_backends_without_row_bits(monkeypatch, backend):
+    with pytest.raises(ValueError, match=f"backend={backend} cannot run: it cannot mask single rows.*moba"):
+        on_h200(monkeypatch, pattern="moba", backend=backend)
+    on_h200(monkeypatch, pattern="xattention", backend=backend)
+
+
+def test_every_pattern_of_the_config_is_known():
+    assert tuple(attention.PATTERNS) == config.PATTERNS
 
 
 def test_every_backend_of_the_config_is_known():

@@ -130,7 +130,7 @@ def test_where_the_attention_comes_from(folder, tmp_path):
     with pytest.raises(UserError, match="mtraining.json does not exist.*--attention-config"):
         load_attention(bare)
     assert load_attention(bare, {"block": 64}).block == 64
-    for wrong in ({"kv": 3}, {"p_v": 2.0}, {"p_v": "much"}, {"pattern": "moba"}):
+    for wrong in ({"kv": 3}, {"p_v": 2.0}, {"p_v": "much"}, {"pattern": "stripes"}):
         with pytest.raises(UserError):
             load_attention(folder, wrong)
     with pytest.raises(UserError, match="attention_config is for"):

@@ -5,7 +5,7 @@ import torch
 from helpers import block_mask, column_table, index_mask, make_index
 
 from mtraining_nns.ops.config import LAYOUTS
-from mtraining_nns.ops.index import NO_COLUMN, BlockIndex, ColumnIndex, DistanceIndex, Lists
+from mtraining_nns.ops.index import NO_COLUMN, BlockIndex, ColumnIndex, DistanceIndex, Lists, RowIndex, packed
 from mtraining_nns.ops.layout import Layout
 
 
@@ -167,6 +167,111 @@ def test_the_work_of_all_ranks_is_the_whole_work(kind, seq_len):
         real = layout.positions(rank)[layout.positions(rank) < seq_len]
         work = index.kept_pairs(layout.block_starts(rank), seq_len).item()
         assert work == mask[:, :, real].sum().item()
+
+
+def row_index(layout: Layout, rank: int, span: int, *, bits: bool, rows: int | None = None) -> RowIndex:
+    """Random, 2 sequences of 3 heads; with bits, the mask is their union."""
+    nq, m = layout.local_blocks, -(-layout.padded_len // span)
+    row_bits = None
+    mask = random_mask(2, 3, nq, m, seed=rank)
+    if bits:
+        flags = random_mask(2, 3, layout.local_len, m, share=0.1, seed=rank)
+        own = layout.positions(rank) // span
+        flags[:, :, torch.arange(layout.local_len), own] = True
+        mask = flags.unflatten(2, (nq, layout.block)).any(3)
+        row_bits = packed(torch.nn.functional.pad(flags, (0, -m % 32)))[:, :, : rows or layout.local_len]
+    return RowIndex(mask=mask, starts=layout.block_starts(rank), block=layout.block, span=span, row_bits=row_bits)
+
+
+def row_pairs(index: RowIndex, layout: Layout, rank: int, seq_len: int) -> torch.Tensor:
+    """bool [B, N, real rows of the rank, S]: the pairs that the fields are documented to keep, one by one."""
+    positions = layout.positions(rank)
+    real = (positions < seq_len).nonzero()[:, 0].tolist()
+    pairs = torch.zeros(*index.mask.shape[:2], len(real), seq_len, dtype=torch.bool)
+    for number, row in enumerate(real):
+        position = int(positions[row])
+        for key in range(position + 1):
+            if key // index.block == position // index.block:
+                pairs[:, :, number, key] = True
+                continue
+            seen = index.mask[:, :, row // index.block, key // index.span]
+            if index.row_bits is not None:
+                word, bit = divmod(key // index.span, 32)
+                seen = seen & (index.row_bits[:, :, row, word] >> bit & 1).bool()
+            pairs[:, :, number, key] = seen
+    return pairs
+
+
+ROWS = pytest.mark.parametrize(("span", "bits"), [(16, False), (48, False), (48, True), (16, True)])
+
+
+@ROWS
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ring_steps_keep_the_rows_of_the_rank(kind, world, span, bits):
+    layout = Layout(kind=kind, world=world, seq_len=300, block=16, granularity=32)
+    for rank in range(world):
+        index, q_starts = row_index(layout, rank, span, bits=bits), layout.block_starts(rank)
+        for source in range(world):
+            k_starts = layout.block_starts(source)
+            expected = torch.zeros(2, 3, len(q_starts), len(k_starts), dtype=torch.bool)
+            for i, start in enumerate(q_starts.tolist()):
+                for j, key in enumerate(k_starts.tolist()):
+                    expected[:, :, i, j] = index.mask[:, :, i, key // span] & (key < start)
+            step = index.blocks(q_starts, k_starts, diagonal=rank == source)
+            assert torch.equal(step.by_query.to_mask(len(k_starts)), expected)
+            assert torch.equal(step.by_key.to_mask(len(q_starts)), expected.transpose(-1, -2))
+            assert step.q_starts is q_starts and step.k_starts is k_starts and step.block == 16
+            assert step.row_bits is index.row_bits and (not bits or step.row_chunk == span)
+            assert step.diagonal == (rank == source) and not step.dense
+
+
+@ROWS
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("seq_len", [2, 70, 257])
+def test_work_and_density_of_the_rows_of_each_rank(kind, seq_len, span, bits):
+    layout = Layout(kind=kind, world=3, seq_len=seq_len, block=16, granularity=32)
+    for rank in range(3):
+        index = row_index(layout, rank, span, bits=bits)
+        pairs = row_pairs(index, layout, rank, seq_len)
+        assert index.kept_pairs(index.starts, seq_len).item() == pairs.sum()
+        positions = layout.positions(rank)
+        causal = 6 * (positions[positions < seq_len] + 1).sum().item()
+        density = pairs.sum().item() / causal if causal else 0.0
+        assert index.density(seq_len).item() == pytest.approx(density, rel=1e-12)
+
+
+def test_rows_of_a_sequence_that_ends_within_a_block():
+    """One rank may hold no padding: fewer rows than its blocks have."""
+    layout = Layout(seq_len=70, block=16)
+    index = row_index(layout, 0, 16, bits=True, rows=70)
+    assert index.row_bits.shape[2] == 70
+    assert index.kept_pairs(index.starts, 70).item() == row_pairs(index, layout, 0, 70).sum()
+
+
+def test_row_example():
+    mask = torch.tensor([[[[False, False, False], [True, False, False]]]])
+    index = RowIndex(mask=mask, starts=torch.tensor([0, 32], dtype=torch.int32), block=16, span=16)
+    own = index.blocks(index.starts, index.starts, diagonal=True)
+    assert own.by_query.to_mask(2)[0, 0].nonzero().tolist() == [[1, 0]]
+    other = index.blocks(index.starts, torch.tensor([16], dtype=torch.int32), diagonal=False)
+    assert other.by_query.count.tolist() == [[[0, 0]]]
+
+
+def test_heads_of_rows_and_moving_them():
+    index = row_index(Layout(seq_len=100, block=16), 0, 32, bits=True)
+    some = index.heads(slice(1, 3))
+    assert torch.equal(some.mask, index.mask[:, 1:3]) and torch.equal(some.row_bits, index.row_bits[:, 1:3])
+    moved = index.to("meta")
+    assert all(x.device.type == "meta" for x in (moved.mask, moved.starts, moved.row_bits)) and not moved.dense
+    assert row_index(Layout(seq_len=100, block=16), 0, 32, bits=False).to("meta").row_bits is None
+
+
+def test_packed_bits():
+    flags = random_mask(2, 3, 5, 96, seed=5)
+    words = packed(flags)
+    assert words.dtype == torch.int32 and words.shape == (2, 3, 5, 3)
+    assert torch.equal((words[..., None] >> torch.arange(32) & 1).bool().flatten(-2), flags)
 
 
 def test_moving_an_index_moves_its_tensors():

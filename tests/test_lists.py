@@ -143,6 +143,49 @@ def test_lists_of_sliced_heads(device):
     check_lists(lists, step_mask(hit[:, 1:3], starts, starts, 16))
 
 
+def random_rows(heads, nq, m, *, batch=1, seed=0) -> torch.Tensor:
+    """bool [B, N, nq, m]; the last head keeps nothing, the first query block everything."""
+    mask = torch.rand(batch, heads, nq, m, generator=torch.Generator().manual_seed(seed)) < 0.4
+    mask[:, :, 0] = True
+    mask[:, -1] = False
+    return mask
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("block", "span", "chunk"), [(16, 16, 4), (128, 384, 512)])
+def test_blocks_of_every_ring_step_of_a_rank_with_its_own_rows(device, kind, world, block, span, chunk, monkeypatch):
+    monkeypatch.setattr(triton_lists, "CHUNK", chunk)
+    layout = Layout(kind=kind, world=world, seq_len=9 * block - 5, block=block)
+    for rank, source in product(range(world), repeat=2):
+        q_starts, k_starts = layout.block_starts(rank), layout.block_starts(source)
+        rows = random_rows(2, len(q_starts), -(-layout.padded_len // span), seed=rank)
+        mask = torch.zeros(1, 2, len(q_starts), len(k_starts), dtype=torch.bool)
+        for (i, q), (j, k) in product(enumerate(q_starts.tolist()), enumerate(k_starts.tolist())):
+            mask[:, :, i, j] = rows[:, :, i, k // span] & (k < q)
+        args = q_starts.to(device), k_starts.to(device)
+        by_query = triton_lists.mask_lists(rows.to(device), *args, span, 1)
+        check_lists(by_query, mask)
+        assert by_query.index.shape == mask.shape
+        check_lists(triton_lists.mask_lists(rows.to(device), *args[::-1], span, -1), mask.transpose(-1, -2))
+
+
+def test_the_worked_example_of_rows(device):
+    mask = torch.tensor([[[[True, True], [True, False]]]], device=device)
+    q_starts, k_starts = (torch.tensor(x, device=device).int() for x in ([0, 32], [0, 16]))
+    earlier = triton_lists.mask_lists(mask, q_starts, k_starts, 16, 1)
+    later = triton_lists.mask_lists(mask, k_starts, q_starts, 16, -1)
+    assert earlier.count.tolist() == [[[0, 1]]] and earlier.index[0, 0, 1, 0] == 0
+    assert later.count.tolist() == [[[1, 0]]] and later.index[0, 0, 0, 0] == 1
+
+
+def test_lists_of_sliced_heads_of_rows(device):
+    rows, starts = random_rows(5, 9, 9, batch=2), Layout(seq_len=9 * 16, block=16).block_starts(0)
+    mask = rows[:, 1:3] & (starts < starts[:, None])
+    lists = triton_lists.mask_lists(rows.to(device)[:, 1:3], starts.to(device), starts.to(device), 16, 1)
+    check_lists(lists, mask)
+
+
 def test_dense_lists_are_made_once_for_all_heads(device):
     layout = Layout(seq_len=300, world=2, block=16)
     hit = DistanceIndex.keep_all(2, 3, layout.global_blocks, 16, device).hit
@@ -291,11 +334,13 @@ def test_nothing_waits_for_the_device():
     hit = random_hit(1, 16, 1024)
     starts = Layout(seq_len=131072).block_starts(0, "cuda")
     columns = on(random_columns(hit, 1000, 128), "cuda")
-    hit = hit.to("cuda")
+    hit, rows = hit.to("cuda"), random_rows(16, 1024, 1024).to("cuda")
 
     def build():
         by_query = triton_lists.distance_lists(hit, starts, starts, 128, 1)
         by_key = triton_lists.distance_lists(hit, starts, starts, 128, -1)
+        triton_lists.mask_lists(rows, starts, starts, 128, 1)
+        triton_lists.mask_lists(rows, starts, starts, 128, -1)
         names = ("by_query", "by_key", "q_starts", "k_starts")
         blocks = BlockIndex(**dict(zip(names, (by_query, by_key, starts, starts))), block=128, diagonal=True)
         for tiles in (None, triton_lists.column_tiles(columns, starts)):

@@ -76,7 +76,7 @@ MISTAKES = [
     ("train.recompute=1", ["train.recompute", "bool"]),
     ("train.precision=fp16", ["train.precision", "bf16, fp32", "fp16"]),
     ("train=5", ["train", "section"]),
-    ("attention.pattern=xattention", ["attention.pattern", "xattention", "not available"]),
+    ("attention.stride=48", ["attention.stride", "block=64", "stride=48"]),
     ("attention.pattern=spiral", ["attention.pattern", "spiral", "vertical_slash"]),
     ("attention.backend=fast", ["attention.backend", "cute, cuda", "fast"]),
     ("attention.granularity=96", ["granularity=96", "block=64"]),

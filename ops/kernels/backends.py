@@ -22,6 +22,7 @@ GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # query heads a key head that cute an
 SHORT = 16384  # sparse queries of a rank up to which triton is faster than cute: docs/benchmarks.md, hops of a ring
 CUDA_HEAD_DIMS = (64, 128)  # block-sparse-attn leaves those above 128 unwritten, without an error
 CUDA_BLOCK = 128
+NO_ROW_BITS = "it cannot mask single rows, as attention.pattern=moba does"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,13 @@ class Device:
 class Work:
     """What a backend is asked for. None is not known yet: the model's shape, or how many queries a rank has.
 
-    dense: every block is kept.
+    dense: every block is kept. row_bits: the index masks keys row by row (BlockIndex.row_bits).
     """
 
     block: int
     deterministic: bool = False
     dense: bool = False
+    row_bits: bool = False
     queries: int | None = None
     head_dim: int | None = None
     heads: int | None = None
@@ -119,6 +121,8 @@ def _cute(device: Device, work: Work) -> str:
         return f"it is proven on compute capability 9.x only, got {device.capability}"
     if device.without_cute:
         return device.without_cute
+    if work.row_bits:
+        return NO_ROW_BITS
     if work.block != CUTE_BLOCK:
         return f"it needs attention.block={CUTE_BLOCK}, got {work.block}"
     if work.deterministic:
@@ -139,6 +143,8 @@ def _cuda(device: Device, work: Work) -> str:
         return f"it needs compute capability 8.0 or newer, got {device.capability}"
     if device.without_cuda or device.without_triton:
         return device.without_cuda or device.without_triton
+    if work.row_bits:
+        return NO_ROW_BITS
     if work.block != CUDA_BLOCK:
         return f"it needs attention.block={CUDA_BLOCK}, got {work.block}"
     if work.deterministic:

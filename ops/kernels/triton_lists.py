@@ -1,14 +1,17 @@
 """The lists of an index by kernels: what `ops/index.py` defines in plain torch, without tables of rows x columns.
 
     distance_lists   a program a row: walks the other side's blocks, looks up their distance, packs the kept ones
+    mask_lists       the same, looks up the pair of blocks
     column_tiles     a program a tile of columns and QUERIES query blocks: a bit a column and block, a state a block
 
 Nothing waits for the device: lists are as long as they can get, and only their first `count` entries are written.
 On CPU tensors this runs only under TRITON_INTERPRET=1, for tests.
 
-Shapes: hit [B, N, n]; lists [B, N, rows, width]; position [B, N, C], T tiles of columns; nq query blocks. Programs are
-counted in 32 bits, offsets into lists in 64.
+Shapes: hit [B, N, n]; mask [B, N, nq, m]; lists [B, N, rows, width]; position [B, N, C], T tiles of columns; nq query
+blocks. Programs are counted in 32 bits, offsets into lists in 64.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,10 +37,39 @@ def distance_lists(hit: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, bl
     """
     if all(size == 1 or stride == 0 for size, stride in zip(hit.shape[:2], hit.stride())):
         hit = hit[:1, :1]
-    lists = empty_lists(hit.shape[:2], len(rows), len(cols), hit.device)
-    distance_rows[(lists.count.numel(),)](
-        hit.contiguous().view(torch.uint8), rows, cols, *lists, hit.shape[-1], len(rows), len(cols),
-        BLOCK=block, SIGN=sign, CHUNK=chunk(len(cols)), num_warps=WARPS,
+    return _lists(hit, Steps(0, 0, sign, -sign), rows, cols, block, sign)
+
+
+def mask_lists(mask: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, span: int, sign: int) -> Lists:
+    """For each query block the earlier key blocks that it keeps (sign 1), or for each key block the later query blocks.
+
+    mask: bool [B, N, nq, m]: whether query block i keeps the blocks of span j. rows, cols: int32 starts of blocks,
+    ascending: of queries and keys for sign 1, of keys and queries for sign -1.
+
+    Example: mask=[[1, 1], [1, 0]] rows=[0, 32] cols=[0, 16] span=16 gives count=[0, 1] index=[-, [0]] for sign=1 and,
+    rows and cols exchanged, count=[1, 0] index=[[1], -] for sign=-1.
+    """
+    m = mask.shape[-1]
+    return _lists(mask, Steps(m, 0, 0, 1) if sign > 0 else Steps(0, m, 1, 0), rows, cols, span, sign)
+
+
+class Steps(NamedTuple):
+    """Where in a head's table the entry of a row and a col lies: the sum of each number times its step.
+
+    row, col: the blocks' numbers. row_unit, col_unit: their starts in units of tokens.
+    """
+
+    row: int
+    col: int
+    row_unit: int
+    col_unit: int
+
+
+def _lists(table, steps: Steps, rows, cols, unit: int, sign: int) -> Lists:
+    lists = empty_lists(table.shape[:2], len(rows), len(cols), table.device)
+    table_rows[(lists.count.numel(),)](
+        table.contiguous().view(torch.uint8), rows, cols, *lists, *steps, table[0, 0].numel(), len(rows), len(cols),
+        UNIT=unit, SIGN=sign, CHUNK=chunk(len(cols)), num_warps=WARPS,
     )  # fmt: skip
     return lists
 
@@ -75,24 +107,26 @@ def append(INDEX, count, values, keep):
 
 
 @triton.jit
-def distance_rows(
-    HIT, ROWS, COLS, COUNT, INDEX,
-    n, rows, width,
-    BLOCK: tl.constexpr, SIGN: tl.constexpr, CHUNK: tl.constexpr,
+def table_rows(
+    TABLE, ROWS, COLS, COUNT, INDEX,
+    row_step, col_step, row_unit_step, col_unit_step, size, rows, width,
+    UNIT: tl.constexpr, SIGN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Program (head, row): the cols on the side SIGN of the row whose entry is set; `Steps` says where entries lie."""
     program = tl.program_id(0)
-    HIT += (program // rows).to(tl.int64) * n
+    row = program % rows
+    start = tl.load(ROWS + row)
+    TABLE += (program // rows).to(tl.int64) * size + row.to(tl.int64) * row_step + start // UNIT * row_unit_step
     INDEX += program.to(tl.int64) * width
-    own = tl.load(ROWS + program % rows) // BLOCK
     count = 0
     for first in range(0, width, CHUNK):
-        # cols ascend, so the largest distance of a chunk is at its first or last one; nothing is kept below 1
+        # cols ascend, so the farthest one of a chunk is its first or last; nothing is kept on the other side
         farthest = first if SIGN > 0 else tl.minimum(first + CHUNK, width) - 1
-        if SIGN * (own - tl.load(COLS + farthest) // BLOCK) > 0:
+        if SIGN * (start - tl.load(COLS + farthest)) > 0:
             cols = first + tl.arange(0, CHUNK)
             starts = tl.load(COLS + cols, mask=cols < width, other=0)
-            distance = SIGN * (own - starts // BLOCK)
-            kept = tl.load(HIT + distance, mask=(cols < width) & (distance > 0), other=0)
+            entries = cols.to(tl.int64) * col_step + starts // UNIT * col_unit_step
+            kept = tl.load(TABLE + entries, mask=(cols < width) & (SIGN * (start - starts) > 0), other=0)
             count = append(INDEX, count, cols, kept != 0)
     tl.store(COUNT + program, count)
 

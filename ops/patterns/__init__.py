@@ -1,6 +1,10 @@
-"""Patterns: which keys a layer keeps. Each module has `build(q, k, place, config, scale) -> DistanceIndex`.
+"""Patterns: which keys a layer keeps. Each module has
 
-`place` says where this rank's tokens lie (layout and ring). The index is global and equal on all ranks of the ring.
+    build(q, k, place, config, scale) -> Index      q [B, S_local, N, D], k [B, S_local, H, D] of this rank
+    ROW_BITS: bool                                  whether the index masks keys row by row
+
+`place` says where this rank's tokens lie (layout and ring). A DistanceIndex is global and equal on all ranks of the
+ring; a RowIndex is of this rank's queries alone.
 """
 
 from typing import NamedTuple

@@ -2,6 +2,8 @@
 
 from mtraining_nns.ops.index import DistanceIndex
 
+ROW_BITS = False
+
 
 def build(q, k, place, config, scale) -> DistanceIndex:
     """Keep all; q, k only tell the batch, heads and device."""

@@ -21,7 +21,9 @@ from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.patterns import Place
+from mtraining_nns.ops.patterns.top_p import descending, within_share
 
+ROW_BITS = False
 CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating in torch
 
 
@@ -158,7 +160,7 @@ def _slashes(bins, seq_len: int, config: AttentionConfig):
         budget = config.k_s if config.budget == "fixed" else None
         kept = triton_budgets.slashes(bins.contiguous(), used=num_bins, share=config.p_s, budget=budget, near=near)
     else:
-        order, mass = _descending(bins[..., :num_bins])
+        order, mass = descending(bins[..., :num_bins])
         kept = (torch.arange(bins.shape[-1], device=bins.device) < near).expand(bins.shape).clone()
         chosen = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, config.k_s, config)
         kept[..., :num_bins] |= torch.zeros_like(chosen).scatter_(-1, order, chosen)
@@ -237,21 +239,12 @@ def _largest(ranked, count: int):
     return ranked.topk(min(count, ranked.shape[-1]), sorted=True).values
 
 
-def _descending(mass):
-    """(order, mass in that order), largest first, equal entries in their own order."""
-    mass, order = mass.sort(dim=-1, descending=True, stable=True)
-    return order, mass
-
-
 def _within_budget(mass, total, share: float, budget: int, config: AttentionConfig):
     """bool like mass (descending): the entries that a budget keeps."""
     rank = torch.arange(mass.shape[-1], device=mass.device)
     if config.budget == "fixed":
         return (rank < budget).expand(mass.shape)
-    if share == 1.0:
-        return torch.ones_like(mass, dtype=torch.bool)
-    mass = mass.clamp_min(0).double()  # in fp32 the order of a parallel sum could move the cut between two runs
-    return mass.cumsum(-1) - mass < share * total
+    return within_share(mass, total, share)
 
 
 def _short_of_budget(best, total, seq_len: int, config: AttentionConfig):
