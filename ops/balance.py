@@ -13,7 +13,8 @@
 Pairs of blocks are counted by correlation along the distance of blocks, so no table over pairs of blocks is made: a
 sequence of n blocks costs n log n for each rank. All counts are whole numbers in float64, hence exact.
 
-Another form of index joins by an entry in PAIRS_BY_KEY. Not for the operator itself: `work` waits for the device.
+A RowIndex holds the pairs of blocks of one rank anyway, and is counted from them, a head at a time. Another form of
+index joins by an entry in PAIRS_BY_KEY. Not for the operator itself: `work` waits for the device.
 Letters: R ranks asked for, W ranks of the ring, n global blocks with real tokens.
 """
 
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtraining_nns.ops.index import ColumnIndex, DistanceIndex
+from mtraining_nns.ops.index import ColumnIndex, DistanceIndex, Index, RowIndex
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Circle, Ring
 
@@ -63,38 +64,54 @@ def sources(ring: Ring) -> list[int]:
     return [ring.source(i, j) for i in range(outer.world) for j in range(circle.world)]
 
 
-def work(index: DistanceIndex, layout: Layout, holds: torch.Tensor) -> torch.Tensor:
+def work(index: Index, layout: Layout, holds: torch.Tensor) -> torch.Tensor:
     """float64 [R, hops]: query-key pairs of R ranks at each hop, over all heads.
 
     holds: int64 [R, hops], rows of `schedule`; a rank's first hop is its own keys. The sum over the hops is
-    `index.kept_pairs` of the rank. On the index's device.
+    `index.kept_pairs` of the rank. A RowIndex counts its own rank alone. On the index's device.
     """
-    device = index.hit.device
+    device = index.device
     starts = torch.arange(0, layout.seq_len, layout.block)
     owner, tokens = layout.locate(starts)[0].to(device), (layout.seq_len - starts).clamp_max(layout.block).to(device)
     holds = holds.to(device)
-    ranks = holds[:, :1]
-    rows = torch.where(owner == ranks, tokens, 0).double()  # [R, n]: real tokens of a rank in each block
+    rows = torch.where(owner == holds[:, :1], tokens, 0).double()  # [R, n]: real tokens of a rank in each block
     by_source = rows.new_zeros(len(holds), layout.world)
-    by_source.index_add_(1, owner, PAIRS_BY_KEY[type(index)](index, rows))
-    own = (rows * (rows + 1) / 2).sum(1, keepdim=True) * index.hit.shape[0] * index.hit.shape[1]
-    by_hop = by_source.scatter_add_(1, ranks, own).gather(1, holds)
+    by_hop = by_source.index_add_(1, owner, PAIRS_BY_KEY[type(index)](index, rows)).gather(1, holds)
     if index.columns is not None:
         by_hop[:, -1] += rows @ _columns_seen(index.columns, len(starts))
     return by_hop
 
 
 def _by_distance(index: DistanceIndex, rows: torch.Tensor) -> torch.Tensor:
-    """float64 [R, n]: pairs of each rank's rows [R, n] with each earlier key block, over all heads."""
-    blocks = rows.shape[1]
+    """float64 [R, n]: pairs of each rank's rows [R, n] with the keys of each block, over all heads, without columns."""
+    blocks, diagonal = rows.shape[1], _diagonal(rows, index.hit)
     heads = index.hit[..., :blocks].sum((0, 1)).double()
-    heads[0] = 0  # a block's own keys are seen causally and counted apart
+    heads[0] = 0  # the diagonal
     spectrum = torch.fft.rfft(rows, 2 * blocks) * torch.fft.rfft(heads, 2 * blocks).conj()
-    return torch.fft.irfft(spectrum, 2 * blocks)[:, :blocks].round() * index.block
+    return torch.fft.irfft(spectrum, 2 * blocks)[:, :blocks].round() * index.block + diagonal
 
 
-# type of index -> pairs of each rank's rows with each strictly earlier key block, see _by_distance
-PAIRS_BY_KEY = {DistanceIndex: _by_distance}
+def _by_row(index: RowIndex, rows: torch.Tensor) -> torch.Tensor:
+    """The same for the one rank whose choice the index is, R = 1."""
+    blocks = rows.shape[1]
+    own = (index.starts.long() // index.block).clamp_max(blocks)  # padding goes to the last place, which has no rows
+    tokens = torch.nn.functional.pad(rows[0], (0, 1))[own]
+    starts = torch.arange(blocks, device=rows.device) * index.block
+    earlier = starts < index.starts[:, None]
+    pairs = torch.zeros_like(rows[0])
+    for head in range(index.mask.shape[1]):
+        seen = index.heads(slice(head, head + 1))._rows_that_see(tokens).sum((0, 1)).double()
+        pairs += (seen[:, starts // index.span] * earlier).sum(0)
+    return pairs * index.block + _diagonal(rows, index.mask)
+
+
+def _diagonal(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[R, n]: pairs of rows with their own blocks, causally. table [B, N, ..]: every head keeps them."""
+    return table.shape[0] * table.shape[1] * rows * (rows + 1) / 2
+
+
+# type of index -> pairs of each rank's rows with the keys of each block, see _by_distance
+PAIRS_BY_KEY = {DistanceIndex: _by_distance, RowIndex: _by_row}
 
 
 def _columns_seen(columns: ColumnIndex, blocks: int) -> torch.Tensor:
