@@ -100,7 +100,7 @@ def _by_row(index: RowIndex, rows: torch.Tensor) -> torch.Tensor:
     earlier = starts < index.starts[:, None]
     pairs = torch.zeros_like(rows[0])
     for head in range(index.mask.shape[1]):
-        seen = index.heads(slice(head, head + 1))._rows_that_see(tokens).sum((0, 1)).double()
+        seen = index.heads(slice(head, head + 1)).rows_that_see(tokens).sum((0, 1)).double()
         pairs += (seen[:, starts // index.span] * earlier).sum(0)
     return pairs * index.block + _diagonal(rows, index.mask)
 

@@ -273,7 +273,7 @@ class RowIndex:
         spans = torch.arange(self.mask.shape[-1], device=self.device) * self.span
         earlier = (q_starts[:, None] - spans).clamp(0, self.span)  # tokens of a span before the query block
         heads = self.mask.shape[0] * self.mask.shape[1]
-        return (self._rows_that_see(rows) * earlier).sum() + heads * (rows * (rows + 1) / 2).sum()
+        return (self.rows_that_see(rows) * earlier).sum() + heads * (rows * (rows + 1) / 2).sum()
 
     def density(self, seq_len: int) -> torch.Tensor:
         """float64 scalar in (0, 1]: kept pairs over causal pairs of this rank's own rows, 0 if all are padding.
@@ -290,7 +290,7 @@ class RowIndex:
         moved = self._each(lambda x: x.to(*args, **kwargs))
         return replace(moved, starts=self.starts.to(*args, **kwargs))
 
-    def _rows_that_see(self, rows: torch.Tensor) -> torch.Tensor:
+    def rows_that_see(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, N, nq, m]: how many of each query block's first `rows` [nq] tokens see each span."""
         if self.row_bits is None:
             return self.mask * rows[:, None]

@@ -154,12 +154,14 @@ def test_gradients_against_finite_differences():
     index = make_index(60, 4, 16, share=0.3)
     q, k, v, dout = make_qkv(60)
     op, grads = operator_of(index), with_grads(operator_of(index), q, k, v, dout)
-    step = 1e-2
+    step, g = 1e-2, torch.Generator().manual_seed(3)
     for i, name in enumerate(("dq", "dk", "dv")):
-        direction = torch.randn_like((q, k, v)[i])
+        direction = torch.randn((q, k, v)[i].shape, generator=g)
         moved = [[x + s * step * direction if j == i else x for j, x in enumerate((q, k, v))] for s in (1, -1)]
         slope = ((op(*moved[0]).double() - op(*moved[1]).double()) * dout).sum() / (2 * step)
-        assert slope.item() == pytest.approx((grads[name].double() * direction).sum().item(), rel=2e-3)
+        grad = grads[name].double()
+        # over all directions the slope is about as large as the gradient's norm; a single one may be near zero
+        assert abs(slope.item() - (grad * direction).sum().item()) < 2e-3 * grad.norm().item()
 
 
 def test_a_second_derivative_is_refused():
