@@ -45,7 +45,7 @@ class Operator:
 
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
         self.config, self.ring, self.device_type = config.resolved(), ring, device_type
-        self.device, self.shape = kernels.Device.here(device_type), {}
+        self.device, self.shape = kernels.Device.here(device_type, config.backend), {}
         self.choice()
         self.store, self.agreed = IndexStore(), set()
         self.last: dict[int, tuple[Index, Layout]] = {}  # what each layer kept last, for read_stats
@@ -78,6 +78,11 @@ class Operator:
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
+        if min(head_dim, heads, kv_heads) < 1 or heads % kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of key heads, and neither they nor the head dim 0,"
+                f" got {heads} query heads, {kv_heads} key heads, head dim {head_dim}"
+            )
         self.shape = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
         self.choice()
 
@@ -122,7 +127,10 @@ class Operator:
         elif self.config.dense_layers:
             pattern += f", dense in layers {', '.join(map(str, self.config.dense_layers))}"
         backend, reason = self.choice(seq_len)
-        return f"attention backend {backend}: {reason}; pattern {pattern}"
+        kernels_used = f"{backend}: {reason}"
+        for dense_backend in {self.choice(seq_len, layer)[0] for layer in self.config.dense_layers} - {backend}:
+            kernels_used += f", {dense_backend} in dense layers"
+        return f"attention backend {kernels_used}; pattern {pattern}"
 
     def _pattern(self, layer: int, layout: Layout):
         return PATTERNS["dense" if self._keeps_all(layer, layout.seq_len) else self.config.pattern]

@@ -51,7 +51,7 @@ class Case:
 
 def fault(backend: str, **work) -> str:
     """Why a backend cannot be tested here, "" if it can."""
-    return backends.FAULTS[backend](Device.here("cuda"), Work(**{"block": 128, **work}))
+    return backends.FAULTS[backend](Device.here("cuda", backend), Work(**{"block": 128, **work}))
 
 
 def module_of(backend: str, **work):

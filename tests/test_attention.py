@@ -164,6 +164,12 @@ def test_gradients_against_finite_differences():
         assert abs(slope.item() - (grad * direction).sum().item()) < 2e-3 * grad.norm().item()
 
 
+@pytest.mark.parametrize("heads", [(7, 2), (2, 4), (4, 0), (0, 2)])
+def test_heads_that_form_no_groups_are_refused_before_a_step(heads):
+    with pytest.raises(ValueError, match=f"got {heads[0]} query heads, {heads[1]} key heads"):
+        operator().prepare(64, *heads, torch.float32)
+
+
 def test_a_second_derivative_is_refused():
     """It would be wrong: the saved log-sum-exp is no part of the graph."""
     q, k, v, _ = make_qkv(40)

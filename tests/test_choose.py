@@ -65,7 +65,12 @@ def test_auto(device, work, expected):
         (NO_TRITON, Work(block=128, row_bits=True), "auto", "triton: no triton; cute: it cannot mask single rows"),
         (NO_CUDA_PACKAGE, Work(block=128), "cuda", "backend=cuda cannot run: no package; use .*auto"),
         (CPU, Work(block=128), "cuda", "backend=cuda cannot run: it needs a CUDA device"),
-        (A100, Work(block=64, **QWEN | {"head_dim": 80}), "auto", "no attention kernels.*16, 32, 64 and 128, got 80"),
+        (
+            A100,
+            Work(block=64, **QWEN | {"head_dim": 80}),
+            "auto",
+            "no fast attention kernels.*got 80",
+        ),
         (Device(type="cuda", capability=(7, 5)), Work(block=128), "auto", "compute capability 8.0 or newer"),
     ],
 )
@@ -82,7 +87,7 @@ def test_what_is_asked_for_runs():
 
 
 def on_h200(monkeypatch, **settings) -> Operator:
-    monkeypatch.setattr(Device, "here", lambda device_type: H200)
+    monkeypatch.setattr(Device, "here", lambda *args: H200)
     operator = Operator(AttentionConfig(**settings), Ring.single(), "cuda")
     operator.prepare(128, 16, 2, torch.bfloat16)
     return operator
@@ -146,6 +151,35 @@ def test_block_sparse_attn_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(backends, "load", broken)
     assert "does not import: ImportError: undefined symbol" in backends._cuda_fault.__wrapped__()
+
+
+def test_a_broken_triton_is_a_reason(monkeypatch):
+    def broken(name):
+        raise OSError("no ptxas")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert "triton does not import: OSError: no ptxas" in backends._triton_fault.__wrapped__()
+
+
+def test_devices_are_cpu_and_cuda(monkeypatch):
+    assert Device.here("cpu") == Device.here(torch.device("cpu")) == CPU
+    with pytest.raises(ValueError, match="cpu and cuda, got mps"):
+        Device.here("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "cuda:0", torch.device("cuda", 1)):
+        with pytest.raises(ValueError, match="got device cuda.* sees no CUDA device; use cpu"):
+            Device.here(name)
+
+
+def test_packages_of_a_backend_are_imported_for_it_alone(monkeypatch):
+    """A package that breaks at import must not end a run that never asked for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    asked = []
+    monkeypatch.setattr(backends, "_cuda_fault", lambda: asked.append("cuda") or "broken")
+    assert Device.here("cuda:0").type == "cuda" and not asked
+    assert Device.here("cuda", "cuda").without_cuda == "broken"
 
 
 def test_a_backend_module_hides_no_library():

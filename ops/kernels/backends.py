@@ -36,12 +36,21 @@ class Device:
     without_cuda: str = ""
 
     @classmethod
-    def here(cls, device_type: str) -> "Device":
-        """The device of this process."""
-        if device_type != "cuda":
-            return cls(type=device_type)
-        faults = {"without_triton": _triton_fault(), "without_cuda": _cuda_fault()}
-        found = cls(type=device_type, capability=torch.cuda.get_device_capability(), **faults)
+    def here(cls, device_type: str, backend: str = "auto") -> "Device":
+        """The device of this process. backend: what is asked for; packages that only it needs are imported for it.
+
+        Raises ValueError for a device that has no kernels, or that is not there.
+        """
+        kind = torch.device(device_type).type
+        if kind == "cpu":
+            return cls(type=kind)
+        if kind != "cuda":
+            raise ValueError(f"attention runs on devices of type cpu and cuda, got {device_type}")
+        if not torch.cuda.is_available():
+            raise ValueError(f"got device {device_type}, but torch {torch.__version__} sees no CUDA device; use cpu")
+        found = cls(type=kind, capability=torch.cuda.get_device_capability(), without_triton=_triton_fault())
+        if backend == "cuda":
+            found = replace(found, without_cuda=_cuda_fault())
         # importing flash-attn-4 takes seconds: only where it could serve
         return replace(found, without_cute=_cute_fault()) if found.capability[0] in CUTE_CAPABILITIES else found
 
@@ -81,7 +90,10 @@ def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]
     if not faults["triton"]:
         faster = f"faster than cute for at most {SHORT} sparse queries a rank, got {work.queries}"
         return "triton", f"portable; cute cannot: {faults['cute']}" if faults["cute"] else faster
-    raise ValueError(f"no attention kernels for CUDA: triton: {faults['triton']}; cute: {faults['cute']}")
+    raise ValueError(
+        f"no fast attention kernels here: triton: {faults['triton']}; cute: {faults['cute']};"
+        " attention.backend=torch runs anything, slowly"
+    )
 
 
 def load(backend: str):
@@ -167,8 +179,15 @@ def _group_fault(work: Work) -> str:
 FAULTS = {"torch": _torch, "triton": _triton, "cute": _cute, "cuda": _cuda}
 
 
+@functools.cache
 def _triton_fault() -> str:
-    return "" if importlib.util.find_spec("triton") else "triton is not installed; pip install triton"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # noqa: BLE001
+        return f"triton does not import: {type(error).__name__}: {error}"
+    return ""
 
 
 @functools.cache
@@ -191,9 +210,9 @@ def _cute_fault() -> str:
 def _cuda_fault() -> str:
     """Why block-sparse-attn cannot be used."""
     if importlib.util.find_spec("block_sparse_attn") is None:
-        return "block-sparse-attn is not installed; docs/design.md says where it comes from"
+        return "block-sparse-attn is not installed; pip install 'mtraining-nns[cuda]' compiles it"
     try:
         load("cuda")
     except Exception as error:  # noqa: BLE001
-        return f"block-sparse-attn does not import: {type(error).__name__}: {error}"
+        return f"block-sparse-attn or flash-attn does not import: {type(error).__name__}: {error}"
     return ""

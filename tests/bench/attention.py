@@ -96,8 +96,9 @@ def flash_attention_4(q, k, v):
 
 
 def backends() -> list[str]:
-    work, here = kernels.Work(block=BLOCK), kernels.Device.here("cuda")
-    return [name for name in ("triton", "cuda", "cute") if not kernels.backends.FAULTS[name](here, work)]
+    work, here = kernels.Work(block=BLOCK), kernels.Device.here
+    names = ("triton", "cuda", "cute")
+    return [name for name in names if not kernels.backends.FAULTS[name](here("cuda", name), work)]
 
 
 def errors(operator, inputs, index: DistanceIndex, samples: int = 12) -> str:
@@ -261,8 +262,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("grid", "ring", "short", "sweep"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--dim", type=int, default=128, help="head dim of --sweep")
+    parser.add_argument("--dim", type=int, default=128, choices=(64, 128), help="head dim of --sweep")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(f"needs a CUDA device, torch {torch.__version__} sees none")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     if args.sweep:
         sweep(Shape(131072, 9, 3, 64) if args.dim == 64 else Shape())
