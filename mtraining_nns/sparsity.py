@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from mtraining_nns.ops.patterns.top_p import fewest
+
 MASS = 0.95
 CHUNK_ELEMENTS = 1 << 24  # weights held at once
 
@@ -92,15 +94,8 @@ def _rows(q, k, v, dout, at, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _shares(weights, gradients, keys) -> torch.Tensor:
     """float64 [3, rows]: shares of the keys for weights and gradients, and the inherited mass; NaN without gradient."""
-    chosen, count = _heaviest(weights)
+    chosen, needed = (fewest(mass, MASS) for mass in (weights, gradients))
     total = gradients.double().sum(-1)
     inherited = (gradients.double() * chosen).sum(-1) / total  # 0 / 0 where no loss depends on the row
-    of_gradients = torch.where(total > 0, _heaviest(gradients)[1] / keys, torch.nan)
-    return torch.stack([count / keys, of_gradients, inherited]).flatten(1)
-
-
-def _heaviest(mass) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fewest entries of each row that hold MASS of its sum: (bool like mass, float64 count)."""
-    ranked, order = mass.double().sort(-1, descending=True)
-    kept = ranked.cumsum(-1) - ranked < MASS * ranked.sum(-1, keepdim=True)
-    return torch.zeros_like(kept).scatter_(-1, order, kept), kept.sum(-1).double()
+    of_weights, of_gradients = (kept.sum(-1).double() / keys for kept in (chosen, needed))
+    return torch.stack([of_weights, of_gradients.where(total > 0, torch.nan), inherited]).flatten(1)

@@ -29,7 +29,7 @@ from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
-from mtraining_nns.ops.ring import Ring, RingError, blaming
+from mtraining_nns.ops.ring import Ring, RingError, placing
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash, "xattention": xattention, "moba": moba}
@@ -64,27 +64,30 @@ class Operator:
         def build():
             layout = self.layout(seq_len) if seq_len else Layout(seq_len=q.shape[1], block=self.config.block)
             self._check(q, k, v, layout, seq_len)
-            with blaming(f"estimate of layer {layer}"):
+            with placing(f"estimate of layer {layer}"):
                 self._agree((seq_len or q.shape[1], *q.shape, k.shape[2], q.element_size()))
                 return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
 
         with torch.autocast(q.device.type, enabled=False):
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
-            self.prepare(q.shape[3], q.shape[2], k.shape[2], q.dtype)
+            self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
             backend, _ = self.choice(layout.seq_len, layer)
             call = Call(index, Place(layout, self.ring), kernels.load(backend), scale, layer, self.store, token)
             return _SparseRing.apply(q, k, v, call)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
+        self._know(head_dim, heads, kv_heads, dtype)
+        self.choice()
+
+    def _know(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         if min(head_dim, heads, kv_heads) < 1 or heads % kv_heads:
             raise ValueError(
                 f"query heads must be a multiple of key heads, and neither they nor the head dim 0,"
                 f" got {heads} query heads, {kv_heads} key heads, head dim {head_dim}"
             )
         self.shape = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
-        self.choice()
 
     def choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:
         """(backend, reason) for a global sequence and a layer, as far as they are known."""
@@ -207,7 +210,7 @@ class Call:
         pending, tiles = rows.gather(k, v), column_tiles(self.index.columns, self._starts(self.place.ring.rank))
 
         def arrive() -> GatheredColumns:
-            with blaming(f"columns of layer {self.layer}"):
+            with placing(f"columns of layer {self.layer}"):
                 return GatheredColumns(pending.wait(), tiles)
 
         return arrive

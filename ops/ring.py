@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,14 @@ class Circle:
 
     def start_gather(self, whole: torch.Tensor, mine: torch.Tensor, what: str) -> "Pending":
         """Everybody's `mine` on its way into `whole` [world, ...], both contiguous."""
-        work = all_gather(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
-        return Pending(whole, work, self, f"{what}: rank {self.ranks[self.rank]} gathers from ranks {self.ranks}")
+        return self._collect(all_gather, whole.view(-1), mine.view(-1), result=whole, what=f"{what}: gathering")
+
+    def _collect(self, collective, *tensors, result, what: str) -> "Pending":
+        """`result`, under way by a collective of all ranks."""
+        what = f"{what} over ranks {self.ranks}, this is rank {self.ranks[self.rank]}"
+        with blaming(what):
+            work = collective(*tensors, group=self.group, async_op=True)
+        return Pending(result, work, self, what)
 
     def arrived(self, work: dist.Work, what: str) -> None:
         """Wait for a transfer; on a GPU that queues the wait. what: for error messages."""
@@ -119,29 +126,26 @@ class Ring(Circle):
         if self.world == 1:
             return Pending(x)
         assert x.is_contiguous(), "collectives take contiguous tensors"
-        work = dist.all_reduce(x, group=self.group, async_op=True)
-        return Pending(x, work, self, f"rank {self.ranks[self.rank]} sums over ranks {self.ranks}")
+        return self._collect(dist.all_reduce, x, result=x, what="a sum")
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks in ring order."""
         if self.world == 1:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.world)]
-        work = dist.all_gather(parts, x.contiguous(), group=self.group, async_op=True)
-        self.arrived(work, f"rank {self.ranks[self.rank]} gathers from ranks {self.ranks}")
-        return parts
+        return self._collect(dist.all_gather, parts, x.contiguous(), result=parts, what="gathering").wait()
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that is there after `wait`. what: for error messages."""
+    """A tensor, or several, there after `wait`. what: for error messages."""
 
-    result: torch.Tensor
+    result: Any
     work: dist.Work | None = None
     circle: Circle | None = None
     what: str = ""
 
-    def wait(self) -> torch.Tensor:
+    def wait(self):
         if self.work is not None:
             self.circle.arrived(self.work, self.what)
         return self.result
@@ -173,13 +177,20 @@ class Exchange:
 
 @contextmanager
 def blaming(what: str):
-    """Errors of a transfer say which one it was."""
+    """Around the calls of one transfer alone: their errors say which one it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RingError(f"{what}; a peer died, stalled or holds another length: {error}") from error
+
+
+@contextmanager
+def placing(what: str):
+    """Around work with transfers in it: their errors say where they were, others stay as they are."""
     try:
         yield
     except RingError as error:
         raise RingError(f"{what}: {error}") from error.__cause__
-    except RuntimeError as error:
-        raise RingError(f"{what}; a peer died, stalled or holds another length: {error}") from error
 
 
 def _circle(circles: list[tuple[int, ...]], timeout: timedelta | None, watch: Watch | None) -> Circle:

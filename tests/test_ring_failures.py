@@ -4,8 +4,10 @@ import os
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 from distributed import run_workers
 from helpers import make_qkv, with_grads
 
@@ -72,3 +74,13 @@ def test_lengths_are_compared_before_anything_travels():
     first, *_, last = run_workers(run_other_length, 3)
     assert "layer 5" in first and "192, q (1, 64, 2, 16)" in first and "384, q (1, 128, 2, 16)" in first
     assert "on this rank 2" in last and "on rank 0" in last
+
+
+def test_other_errors_of_an_estimate_are_no_failure_of_a_peer(monkeypatch):
+    def build(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    op = Operator(AttentionConfig(block=16), Ring.single(), "cpu")
+    monkeypatch.setattr(op, "_pattern", lambda layer, layout: SimpleNamespace(build=build))
+    with pytest.raises(torch.OutOfMemoryError, match="^out of memory"):
+        op(*make_qkv(64, 2, 1, 16)[:3])

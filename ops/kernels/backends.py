@@ -16,13 +16,11 @@ import torch
 KERNELS = {name: f"mtraining_nns.ops.kernels.{name}" for name in ("torch", "triton", "cute", "cuda")}
 CUTE_VERSION = "4.0.0b36"  # of flash-attn-4: lists and compile keys changed between its builds
 CUTE_CAPABILITIES = (9,)  # Hopper; Blackwell's kernels are others and unproven
-CUTE_HEAD_DIMS = (64, 128)
-CUTE_BLOCK = 128
-GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # query heads a key head that cute and cuda are proven for
+# What cute and cuda are proven for; block-sparse-attn leaves head dims above 128 unwritten, without an error.
+BLOCK = 128
+HEAD_DIMS = (64, 128)
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # query heads a key head
 SHORT = 16384  # sparse queries of a rank up to which triton is faster than cute: docs/benchmarks.md, hops of a ring
-CUDA_HEAD_DIMS = (64, 128)  # block-sparse-attn leaves those above 128 unwritten, without an error
-CUDA_BLOCK = 128
-NO_ROW_BITS = "it cannot mask single rows, as attention.pattern=moba does"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +131,7 @@ def _cute(device: Device, work: Work) -> str:
         return f"it is proven on compute capability 9.x only, got {device.capability}"
     if device.without_cute:
         return device.without_cute
-    if work.row_bits:
-        return NO_ROW_BITS
-    if work.block != CUTE_BLOCK:
-        return f"it needs attention.block={CUTE_BLOCK}, got {work.block}"
-    if work.deterministic:
-        return "its backward pass adds in any order, attention.deterministic asks for one"
-    if work.head_dim not in (None, *CUTE_HEAD_DIMS):
-        return f"it is proven for head dims 64 and 128, got {work.head_dim}"
-    if fault := _group_fault(work):
+    if fault := _package_shape_fault(work):
         return fault
     if work.dtype not in (None, torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, got {work.dtype}"
@@ -155,25 +145,27 @@ def _cuda(device: Device, work: Work) -> str:
         return f"it needs compute capability 8.0 or newer, got {device.capability}"
     if device.without_cuda or device.without_triton:
         return device.without_cuda or device.without_triton
-    if work.row_bits:
-        return NO_ROW_BITS
-    if work.block != CUDA_BLOCK:
-        return f"it needs attention.block={CUDA_BLOCK}, got {work.block}"
-    if work.deterministic:
-        return "its backward pass adds in any order, attention.deterministic asks for one"
-    if work.head_dim not in (None, *CUDA_HEAD_DIMS):
-        return f"it is proven for head dims 64 and 128, got {work.head_dim}"
-    if fault := _group_fault(work):
+    if fault := _package_shape_fault(work):
         return fault
     if work.dtype not in (None, torch.bfloat16):
         return f"it is proven in bfloat16, got {work.dtype}"
     return ""
 
 
-def _group_fault(work: Work) -> str:
-    if work.heads is None or work.heads // work.kv_heads in GROUPS:
-        return ""
-    return f"it is proven for {', '.join(map(str, GROUPS))} query heads a key head, got {work.heads}/{work.kv_heads}"
+def _package_shape_fault(work: Work) -> str:
+    """What neither package of block-sparse kernels does, whatever the dtype."""
+    if work.row_bits:
+        return "it cannot mask single rows, as attention.pattern=moba does"
+    if work.block != BLOCK:
+        return f"it needs attention.block={BLOCK}, got {work.block}"
+    if work.deterministic:
+        return "its backward pass adds in any order, attention.deterministic asks for one"
+    if work.head_dim not in (None, *HEAD_DIMS):
+        return f"it is proven for head dims {' and '.join(map(str, HEAD_DIMS))}, got {work.head_dim}"
+    if work.heads is not None and work.heads // work.kv_heads not in GROUPS:
+        proven = ", ".join(map(str, GROUPS))
+        return f"it is proven for {proven} query heads a key head, got {work.heads}/{work.kv_heads}"
+    return ""
 
 
 FAULTS = {"torch": _torch, "triton": _triton, "cute": _cute, "cuda": _cuda}
@@ -183,27 +175,19 @@ FAULTS = {"torch": _torch, "triton": _triton, "cute": _cute, "cuda": _cuda}
 def _triton_fault() -> str:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
-    try:
-        importlib.import_module("triton")
-    except Exception as error:  # noqa: BLE001
-        return f"triton does not import: {type(error).__name__}: {error}"
-    return ""
+    return _import_fault("triton", importlib.import_module, "triton")
 
 
 @functools.cache
 def _cute_fault() -> str:
-    """Why flash-attn-4 cannot be used; a broken installation fails in many ways, not by ImportError alone."""
+    """Why flash-attn-4 cannot be used."""
     try:
         found = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
         return f"flash-attn-4 is not installed; pip install flash-attn-4=={CUTE_VERSION}"
     if found != CUTE_VERSION:
         return f"it is proven with flash-attn-4 {CUTE_VERSION}, got {found}"
-    try:
-        load("cute")
-    except Exception as error:  # noqa: BLE001
-        return f"flash-attn-4 does not import: {type(error).__name__}: {error}"
-    return ""
+    return _import_fault("flash-attn-4", load, "cute")
 
 
 @functools.cache
@@ -211,8 +195,13 @@ def _cuda_fault() -> str:
     """Why block-sparse-attn cannot be used."""
     if importlib.util.find_spec("block_sparse_attn") is None:
         return "block-sparse-attn is not installed; pip install 'mtraining-nns[cuda]' compiles it"
+    return _import_fault("block-sparse-attn or flash-attn", load, "cuda")
+
+
+def _import_fault(package: str, load_module, name: str) -> str:
+    """A broken installation fails in many ways, not by ImportError alone."""
     try:
-        load("cuda")
+        load_module(name)
     except Exception as error:  # noqa: BLE001
-        return f"block-sparse-attn or flash-attn does not import: {type(error).__name__}: {error}"
+        return f"{package} does not import: {type(error).__name__}: {error}"
     return ""

@@ -23,7 +23,7 @@ from block_sparse_attn.block_sparse_attn_interface import _block_sparse_attn_bac
 from mtraining_nns.ops.index import BlockIndex, Lists
 from mtraining_nns.ops.kernels import triton as columns_backend
 from mtraining_nns.ops.kernels import triton_rows
-from mtraining_nns.ops.kernels.backends import CUDA_BLOCK as BLOCK
+from mtraining_nns.ops.kernels.backends import BLOCK
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
 from mtraining_nns.ops.kernels.triton_lists import chunk
 from mtraining_nns.ops.merge import Partial
@@ -46,9 +46,9 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     part = _dense_forward(q, keys, scale) if _causal(keys) else _blocks_forward(q, keys, scale)
     dtype = out_dtype or torch.float32
     if keys.columns is not None:
-        part = _merged(carry, part, torch.float32)
+        part = triton_rows.merge(carry, part, torch.float32)
         return columns_backend.forward(q, _columns_alone(keys), scale=scale, carry=part, out_dtype=dtype)
-    return _merged(carry, part, dtype)
+    return triton_rows.merge(carry, part, dtype)
 
 
 def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
@@ -85,10 +85,6 @@ def _check(q, keys: Keys) -> None:
 def _causal(keys: Keys) -> bool:
     """Everything up to the diagonal: no list needed."""
     return HAS_FLASH_ATTN and keys.blocks.dense and keys.blocks.diagonal
-
-
-def _merged(carry: Partial | None, part: Partial, dtype) -> Partial:
-    return Partial(part.out.to(dtype), part.lse) if carry is None else triton_rows.merge(carry, part, dtype)
 
 
 def _dense_forward(q, keys: Keys, scale) -> Partial:

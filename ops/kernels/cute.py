@@ -18,7 +18,7 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 from mtraining_nns.ops.index import COLUMN_TILE
 from mtraining_nns.ops.kernels import cute_lists, cute_mask, triton_rows
-from mtraining_nns.ops.kernels.backends import CUTE_BLOCK as BLOCK
+from mtraining_nns.ops.kernels.backends import BLOCK
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
 from mtraining_nns.ops.merge import Partial
 
@@ -37,8 +37,7 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
         lists = cute_lists.by_query(keys.blocks, _tiles(keys), group)
         keys, how = _extended(keys, copies=1), _sparse(lists, keys, q, cute_mask.forward_mask(group))
     out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, **how)
-    dtype = out_dtype or torch.float32
-    return Partial(out.to(dtype), lse) if carry is None else triton_rows.merge(carry, Partial(out, lse), dtype)
+    return triton_rows.merge(carry, Partial(out, lse), out_dtype or torch.float32)
 
 
 def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:

@@ -33,8 +33,10 @@ def merge_kernel(OUT_A, LSE_A, OUT_B, LSE_B, OUT, LSE, S, N, M: tl.constexpr, D:
     )
 
 
-def merge(a: Partial, b: Partial, dtype: torch.dtype) -> Partial:
-    """What ops.merge.merge says, in one pass; out in the given dtype."""
+def merge(a: Partial | None, b: Partial, dtype: torch.dtype) -> Partial:
+    """What ops.merge.merge says, in one pass; out in the given dtype. None is nothing to merge with."""
+    if a is None:
+        return Partial(b.out.to(dtype), b.lse)
     batch, length, heads, dim = b.out.shape
     out = torch.empty(b.out.shape, dtype=dtype, device=b.out.device)
     lse = torch.empty(b.lse.shape, device=b.lse.device)

@@ -19,3 +19,10 @@ def within_share(mass: torch.Tensor, total: torch.Tensor, share: float) -> torch
         return torch.ones_like(mass, dtype=torch.bool)
     mass = mass.clamp_min(0).double()  # in fp32 the order of a parallel sum could move the cut between two runs
     return mass.cumsum(-1) - mass < share * total
+
+
+def fewest(mass: torch.Tensor, share: float) -> torch.Tensor:
+    """bool like mass: the fewest largest entries along the last dim that reach a share of its sum."""
+    order, ranked = descending(mass)
+    kept = within_share(ranked, mass.sum(-1, keepdim=True, dtype=torch.float64), share)
+    return torch.zeros_like(kept).scatter_(-1, order, kept)

@@ -26,7 +26,7 @@ from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.hops import circulate
 from mtraining_nns.ops.index import RowIndex
 from mtraining_nns.ops.patterns import Place
-from mtraining_nns.ops.patterns.top_p import descending, within_share
+from mtraining_nns.ops.patterns.top_p import fewest
 
 ROW_BITS = False
 SUMS_BYTES = 1 << 30  # sums of the heads that are estimated at once, at least one key head's
@@ -46,7 +46,7 @@ def build(q, k, place: Place, config: AttentionConfig, scale: float) -> RowIndex
         scores = block_scores(
             q[:, :, first * group : last * group], k[:, :, first:last], place, stride=config.stride, scale=scale
         )
-        kept.append(kept_blocks(scores, config.threshold))
+        kept.append(fewest(scores, config.threshold))
     starts = layout.block_starts(ring.rank, q.device)
     return RowIndex(mask=torch.cat(kept, 1), starts=starts, block=config.block, span=config.block)
 
@@ -58,13 +58,6 @@ def block_scores(q, k, place: Place, *, stride: int, scale: float) -> torch.Tens
     for hop in circulate(place.ring, *k.chunk(2, 1), layer="? (estimate)"):
         estimate.add(torch.cat(hop.kv, 1), hop.source)
     return estimate.scores()
-
-
-def kept_blocks(scores: torch.Tensor, threshold: float) -> torch.Tensor:
-    """bool [B, N, nq, n]: the fewest largest scores of each query block that reach the threshold."""
-    order, mass = descending(scores)
-    chosen = within_share(mass, mass.sum(-1, keepdim=True, dtype=torch.float64), threshold)
-    return torch.zeros_like(chosen).scatter_(-1, order, chosen)
 
 
 def _without_padding(x, place: Place):

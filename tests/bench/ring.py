@@ -15,9 +15,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from attention import Shape, standard_index
+from attention import BLOCK, Shape, operator_of, standard_index
 
-from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
 from mtraining_nns.ops.index import DistanceIndex
 from mtraining_nns.ops.layout import Layout
@@ -43,14 +42,6 @@ def exposed(waits: dict):
         yield
     finally:
         Circle.arrived = arrived
-
-
-def given(index: DistanceIndex, config: AttentionConfig, ring: Ring) -> Operator:
-    """The operator with this index as its pattern."""
-    operator = Operator(config, ring, "cuda")
-    pattern = type("Given", (), {"build": staticmethod(lambda *args: index)})
-    operator._pattern = lambda layer, layout: pattern
-    return operator
 
 
 def passes(operator, inputs, seq_len: int, repeats: int = REPEATS) -> tuple[list[float], list[float], list[dict]]:
@@ -79,17 +70,17 @@ def passes(operator, inputs, seq_len: int, repeats: int = REPEATS) -> tuple[list
     return *times, by_what
 
 
-def report(name: str, shape: Shape, index: DistanceIndex, config: AttentionConfig, ring: Ring) -> None:
-    layout = Layout.of(config, shape.seq_len, ring.world)
+def report(name: str, shape: Shape, index: DistanceIndex, ring: Ring, **settings) -> None:
+    layout = Layout.of(AttentionConfig(block=index.block, **settings), shape.seq_len, ring.world)
     inputs = shape.inputs()
     alone = (0.0, 0.0)
     if dist.get_rank() == 0:
-        whole = passes(given(index, config, Ring.single()), inputs, shape.seq_len)
+        whole = passes(operator_of(index, device_type="cuda", **settings), inputs, shape.seq_len)
         alone = tuple(statistics.median(part) for part in whole[:2])
     dist.barrier()
     local = [layout.shard(x, ring.rank) for x in inputs]
     del inputs
-    found = passes(given(index, config, ring), local, shape.seq_len)
+    found = passes(operator_of(index, ring, "cuda", **settings), local, shape.seq_len)
     slowest = torch.tensor([statistics.median(part) for part in found[:2]], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     ms = slowest.tolist()
@@ -127,11 +118,11 @@ def main() -> None:
     torch.cuda.set_device(dist.get_rank())
     ring = Ring.create(dist.get_world_size(), inner=args.inner, mode=args.mode)
     shape = Shape(args.seq_len, 16, 2, 128)
-    config = AttentionConfig(layout=args.layout, granularity=args.granularity, backend=args.backend)
-    blocks = Layout.of(config, args.seq_len, ring.world).global_blocks
-    report("standard pattern", shape, standard_index(args.seq_len, 16), config, ring)
-    dense = DistanceIndex.keep_all(1, 16, blocks, config.block, "cuda")
-    report("dense", shape, dense, AttentionConfig(**{**vars(config), "pattern": "dense"}), ring)
+    settings = {"layout": args.layout, "granularity": args.granularity, "backend": args.backend}
+    blocks = Layout.of(AttentionConfig(block=BLOCK, **settings), args.seq_len, ring.world).global_blocks
+    report("standard pattern", shape, standard_index(args.seq_len, 16), ring, **settings)
+    dense = DistanceIndex.keep_all(1, 16, blocks, BLOCK, "cuda")
+    report("dense", shape, dense, ring, **settings, pattern="dense")
     dist.destroy_process_group()
 
 
