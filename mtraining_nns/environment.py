@@ -11,6 +11,8 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+from mtraining_nns.errors import UserError
+
 PARENT = "MTRAINING_PARENT_PID"  # set by launch.py: that process reports the workers' errors, and they end with it
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun and launch.py: where a worker leaves its error
@@ -46,9 +48,17 @@ def prepare_launch(nproc: int) -> None:
 
 
 def prepare_caches() -> None:
-    """Keep compiled Triton kernels on this node's own disk: home folders are often shared and slow."""
+    """Keep compiled kernels on this node's own disk, where no other user writes: home folders are shared and slow."""
     owner = os.getuid() if hasattr(os, "getuid") else 0
-    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"mtraining-triton-{owner}"))
+    folder = os.path.join(tempfile.gettempdir(), f"mtraining-{owner}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if os.lstat(folder).st_uid != owner or os.path.islink(folder):
+        raise UserError(
+            f"compiled kernels are kept in {folder}, which belongs to somebody else; set TMPDIR to a folder of your own"
+        )
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(folder, "triton"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(folder, "cute"))
 
 
 def has_parent() -> bool:

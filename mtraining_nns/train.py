@@ -19,8 +19,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     process = environment.Process.launched() or environment.Process()
     environment.end_with_parent()
-    environment.prepare_caches()
     try:
+        environment.prepare_caches()
         run(arguments, process)
     except KeyboardInterrupt:
         return environment.INTERRUPTED

@@ -29,7 +29,7 @@ from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
-from mtraining_nns.ops.ring import Ring, RingError, placing
+from mtraining_nns.ops.ring import Ring, RingError, placed, placing
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash, "xattention": xattention, "moba": moba}
@@ -167,8 +167,10 @@ class Operator:
         for rank, theirs in zip(self.ring.ranks, found):
             if theirs != sizes:
                 raise RingError(
-                    f"ranks of a ring need the same lengths, heads and dtype, got {_sizes_text(sizes)} on this rank"
-                    f" {self.ring.ranks[self.ring.rank]} and {_sizes_text(theirs)} on rank {rank}"
+                    placed(
+                        f"ranks of a ring need the same lengths, heads and dtype, got {_sizes_text(sizes)} on this rank"
+                        f" {self.ring.ranks[self.ring.rank]} and {_sizes_text(theirs)} on rank {rank}"
+                    )
                 )
         self.agreed.add(sizes)
 

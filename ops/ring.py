@@ -9,6 +9,7 @@ whole world. `ops/hops.py` says in which order keys travel.
 """
 
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -58,7 +59,7 @@ class Circle:
         if self.watch is not None:
             event = torch.cuda.Event()
             event.record()
-            self.watch.expect(event, what)
+            self.watch.expect(event, placed(what))
 
     def __deepcopy__(self, memo):
         return self  # a place among processes; a copy of a model stands in the same one
@@ -175,22 +176,31 @@ class Exchange:
         self.pending, self.buffers = [], ()
 
 
+_places: ContextVar[tuple[str, ...]] = ContextVar("places", default=())
+
+
+@contextmanager
+def placing(what: str):
+    """Around work with transfers in it: their errors, and the watch, say that they belong to it."""
+    token = _places.set((*_places.get(), what))
+    try:
+        yield
+    finally:
+        _places.reset(token)
+
+
+def placed(what: str) -> str:
+    """`what`, and within which work."""
+    return ": ".join((*_places.get(), what))
+
+
 @contextmanager
 def blaming(what: str):
     """Around the calls of one transfer alone: their errors say which one it was."""
     try:
         yield
     except RuntimeError as error:
-        raise RingError(f"{what}; a peer died, stalled or holds another length: {error}") from error
-
-
-@contextmanager
-def placing(what: str):
-    """Around work with transfers in it: their errors say where they were, others stay as they are."""
-    try:
-        yield
-    except RingError as error:
-        raise RingError(f"{what}: {error}") from error.__cause__
+        raise RingError(f"{placed(what)}; a peer died, stalled or holds another length: {error}") from error
 
 
 def _circle(circles: list[tuple[int, ...]], timeout: timedelta | None, watch: Watch | None) -> Circle:

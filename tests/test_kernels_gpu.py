@@ -3,7 +3,13 @@
 A backend may be chosen for a head dim, a ratio of heads and a block only because these tests pass for it.
 """
 
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +26,7 @@ from helpers import (
 )
 from kernel_cases import BACKENDS, Case, both, check, fault, module_of, with_row_bits
 
+from mtraining_nns import environment
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
@@ -34,6 +41,7 @@ DTYPES = (BF16, FP16, FP32)
 RATIOS = ((8, 8), (14, 2), (28, 4), (16, 2), (9, 3), (40, 8), (32, 8), (4, 2), (6, 1), (12, 1), (32, 2))
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 1000, 4095)
 RESULTS = ("out", "dq", "dk", "dv")
+CACHES = ("TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 def shared_cases():
@@ -211,3 +219,31 @@ def test_the_estimate_on_a_gpu_keeps_what_algorithm_1_keeps():
         masks.append(index_mask(operator.last[0][0], 1000))
     assert masks[0].float().mean() < 0.45
     assert (masks[0] != masks[1]).float().mean() < 1e-3
+
+
+FIRST_CALL = """
+import sys
+sys.path.insert(0, {tests!r})
+from helpers import make_index, make_qkv, operator_of, with_grads
+import torch
+operator = operator_of(make_index(500, 4, 128, device="cuda"), device_type="cuda", backend={backend!r})
+got = with_grads(operator, *make_qkv(500, 4, 2, 64, dtype=torch.bfloat16, device="cuda"))
+print(got["out"].float().norm().item(), got["dk"].float().norm().item())
+"""
+
+
+@pytest.mark.parametrize("backend", ["triton", "cute"])
+def test_processes_compile_into_one_empty_cache(backend, tmp_path, monkeypatch):
+    module_of(backend)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in CACHES:
+        monkeypatch.setenv(name, "")  # so that it is set back
+        monkeypatch.delenv(name)
+    environment.prepare_caches()
+    code = FIRST_CALL.format(tests=str(Path(__file__).parent), backend=backend)
+    start = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [start([sys.executable, "-c", code]) for _ in range(16)]
+    results = [process.communicate(timeout=300) for process in processes]
+    assert not [errors for process, (_, errors) in zip(processes, results) if process.returncode]
+    assert len({printed for printed, _ in results}) == 1, "the processes computed different numbers"
+    assert any((tmp_path / f"mtraining-{os.getuid()}" / backend).iterdir())

@@ -10,6 +10,7 @@ compute stream stands still at a wait for a transfer, by CUDA events before and 
 
 import argparse
 import statistics
+import time
 from collections import defaultdict
 from contextlib import contextmanager
 
@@ -80,7 +81,8 @@ def report(name: str, shape: Shape, index: DistanceIndex, ring: Ring, **settings
     dist.barrier()
     local = [layout.shard(x, ring.rank) for x in inputs]
     del inputs
-    found = passes(operator_of(index, ring, "cuda", **settings), local, shape.seq_len)
+    operator = operator_of(index, ring, "cuda", **settings)
+    found = passes(operator, local, shape.seq_len)
     slowest = torch.tensor([statistics.median(part) for part in found[:2]], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     ms = slowest.tolist()
@@ -93,6 +95,19 @@ def report(name: str, shape: Shape, index: DistanceIndex, ring: Ring, **settings
             flush=True,
         )
     show_waits(found[2])
+    if dist.get_rank() == 0:
+        print(f"    statistics of a layer, read where steps are logged: {statistics_ms(operator):.3f} ms", flush=True)
+
+
+def statistics_ms(operator) -> float:
+    """Milliseconds that density and work of one layer hold up the host."""
+    times = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        operator.read_stats()
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times)
 
 
 def show_waits(by_what: list[dict]) -> None:
