@@ -6,7 +6,7 @@
 Every worker joins one process group (gloo, file rendezvous, so no port is needed), runs on one thread, and sees the
 environment a launcher would give it (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE). The function must be importable
 (top level of a test module). Workers are forked from a clean server that has imported torch once, so a call costs
-tenths of a second, not the seconds of `torch.multiprocessing.spawn`.
+tenths of a second, not the seconds of `torch.multiprocessing.spawn`; only where they use GPUs must they be spawned.
 """
 
 import multiprocessing
@@ -19,8 +19,8 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["mtraining_nns.engines.torch", "transformers.models.llama.modeling_llama"])
+FORKING, SPAWNING = (multiprocessing.get_context(method) for method in ("forkserver", "spawn"))
+FORKING.set_forkserver_preload(["mtraining_nns.engines.torch", "transformers.models.llama.modeling_llama"])
 
 
 def run_workers(fn, world, *args, timeout_s=120, backend="gloo", may_die=()):
@@ -31,11 +31,12 @@ def run_workers(fn, world, *args, timeout_s=120, backend="gloo", may_die=()):
     """
     with tempfile.TemporaryDirectory() as folder:
         job = pickle.dumps((fn, args))
+        context = SPAWNING if backend == "nccl" else FORKING
         pipes, processes = [], []
         for rank in range(world):
-            receiver, sender = CONTEXT.Pipe()
+            receiver, sender = context.Pipe()
             place = {"rank": rank, "world": world, "store": os.path.join(folder, "store"), "backend": backend}
-            process = CONTEXT.Process(target=_worker, args=(place, timeout_s, job, sender), daemon=True)
+            process = context.Process(target=_worker, args=(place, timeout_s, job, sender), daemon=True)
             process.start()
             sender.close()
             pipes.append(receiver)
