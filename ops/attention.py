@@ -4,10 +4,12 @@
     out = op(q, k, v, layer=0)                            one rank, [B, S, N, D]
     out = op(q, k, v, layer=0, seq_len=524288)            context parallel, q, k, v are this rank's shards
 
-Forward of a rank, backward likewise with dK and dV travelling along (`ops/hops.py` says which keys come when):
+`ops/hops.py` says which keys come when, and how dK and dV get home:
 
-    columns   gathered once over the ring under the first hops, attended to together with the blocks of the last hop
-    a hop     blocks of one rank's keys, merged into fp32 (out, lse), next keys already under way
+    a hop       blocks of the keys of one rank or several, merged into fp32 (out, lse); the next keys are under way
+    forward     keys leave before the index is estimated; columns, gathered over the ring under the first hops, are
+                attended to together with the blocks of the last one
+    backward    columns belong to the first hop, so that their dK and dV are summed over the ring under the others
 
 The index of the forward pass is the index of the backward pass. Under activation checkpointing the forward runs twice;
 the second run takes the first one's index from a small store instead of estimating again (see `IndexStore`).
@@ -15,21 +17,21 @@ the second run takes the first one's index from a small store instead of estimat
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.config import AttentionConfig
-from mtraining_nns.ops.hops import Homeward, Hop, circulate
+from mtraining_nns.ops.hops import Homeward, Hop, Journey
 from mtraining_nns.ops.index import BlockIndex, Index
-from mtraining_nns.ops.kernels import GatheredColumns, Grads, Keys, Tape
+from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
-from mtraining_nns.ops.ring import Ring, RingError, placed, placing
+from mtraining_nns.ops.ring import Ring, RingError, placing
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash, "xattention": xattention, "moba": moba}
@@ -59,22 +61,23 @@ class Operator:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if not scale > 0:
             raise ValueError(f"scale must be positive, got {scale}; leave it out for 1 / sqrt(head dim)")
-        q, k, v = _one_dtype(q, k, v)
+        q, k, v = (x.contiguous() for x in _one_dtype(q, k, v))
 
         def build():
-            layout = self.layout(seq_len) if seq_len else Layout(seq_len=q.shape[1], block=self.config.block)
-            self._check(q, k, v, layout, seq_len)
             with placing(f"estimate of layer {layer}"):
-                self._agree((seq_len or q.shape[1], *q.shape, k.shape[2], q.element_size()))
                 return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
 
+        layout = self.layout(seq_len) if seq_len else Layout(seq_len=q.shape[1], block=self.config.block)
+        self._check(q, k, v, layout, seq_len)
+        self._agree(layer, (seq_len or q.shape[1], *q.shape, k.shape[2], q.element_size()))
+        journey = Journey(self.ring, k.detach(), v.detach(), layer)
         with torch.autocast(q.device.type, enabled=False):
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
             self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
             backend, _ = self.choice(layout.seq_len, layer)
             call = Call(index, Place(layout, self.ring), kernels.load(backend), scale, layer, self.store, token)
-            return _SparseRing.apply(q, k, v, call)
+            return _SparseRing.apply(q, k, v, call, journey)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
@@ -158,19 +161,18 @@ class Operator:
                 f" got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
 
-    def _agree(self, sizes: tuple[int, ...]) -> None:
+    def _agree(self, layer: int, sizes: tuple[int, ...]) -> None:
         """Ranks of the ring hold the same sizes. Asked once for each: transfers between other sizes hang or crash."""
         if self.ring.world == 1 or sizes in self.agreed:
             return
         mine = torch.tensor(sizes, device="cuda" if self.device.type == "cuda" else "cpu")
-        found = [tuple(part.tolist()) for part in self.ring.gather(mine)]
+        with placing(f"layer {layer}"):
+            found = [tuple(part.tolist()) for part in self.ring.gather(mine)]
         for rank, theirs in zip(self.ring.ranks, found):
             if theirs != sizes:
                 raise RingError(
-                    placed(
-                        f"ranks of a ring need the same lengths, heads and dtype, got {_sizes_text(sizes)} on this rank"
-                        f" {self.ring.ranks[self.ring.rank]} and {_sizes_text(theirs)} on rank {rank}"
-                    )
+                    f"layer {layer}: ranks of a ring need the same lengths, heads and dtype, got {_sizes_text(sizes)}"
+                    f" on this rank {self.ring.ranks[self.ring.rank]} and {_sizes_text(theirs)} on rank {rank}"
                 )
         self.agreed.add(sizes)
 
@@ -209,7 +211,9 @@ class Call:
         """Send for the columns of the ring; the result gives them, and who sees them."""
         if rows is None:
             return lambda: None
-        pending, tiles = rows.gather(k, v), column_tiles(self.index.columns, self._starts(self.place.ring.rank))
+        with placing(f"columns of layer {self.layer}"):
+            pending = rows.gather(k, v)
+        tiles = column_tiles(self.index.columns, self._starts(self.place.ring.rank))
 
         def arrive() -> GatheredColumns:
             with placing(f"columns of layer {self.layer}"):
@@ -217,60 +221,37 @@ class Call:
 
         return arrive
 
-    def forward(self, q, hop: Hop, columns, carry: Partial | None, dtype) -> Partial:
-        """Attention to the keys of a hop and, unless None, the columns."""
-        parts = []
-        for heads, kv_heads in self._chunks(q, hop.kv[0], columns):
-            carried = carry and Partial(carry.out[:, :, heads], carry.lse[:, heads])
-            part = self.kernels.forward(
-                q[:, :, heads],
-                self._keys(hop, columns, heads, kv_heads, both=False),  # unnamed: gone before the next ones
-                scale=self.scale,
-                carry=carried,
-                out_dtype=dtype,
-            )
-            parts.append(part)
-        out, lse = zip(*parts)
-        return Partial(_joined(out, 2), _joined(lse, 1))
+    def chunks(self, q, k) -> list["Chunk"]:
+        """What is treated at once in every hop, so that lists and workspaces stay small."""
+        kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+        width = 0 if self.index.columns is None else self.index.columns.position.shape[-1]
+        each = 0 if self.index.dense else self.kernels.workspace_bytes(q, k, self.index.block, width)
+        step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
+        firsts = range(0, kv_heads, step)
+        ends = [min(first + step, kv_heads) for first in firsts]
+        return [Chunk(slice(a * group, b * group), slice(a, b)) for a, b in zip(firsts, ends)]
 
-    def backward(self, q, hop: Hop, columns, tape: Tape, carry, dtype) -> Grads:
-        """Gradients over the same keys."""
-        parts = []
-        for heads, kv_heads in self._chunks(q, hop.kv[0], columns):
-            carried = None if carry is None else carry[:, :, heads]
-            part = self.kernels.backward(
-                q[:, :, heads],
-                self._keys(hop, columns, heads, kv_heads, both=True),
-                tape.heads(heads),
-                carry=carried,
-                dq_dtype=dtype,
-            )
-            parts.append(part)
-        dq, dkv, found = zip(*parts)
-        return Grads(_joined(dq, 2), _joined(dkv, 3), None if columns is None else _joined(found, 2))
-
-    def _keys(self, hop: Hop, columns, heads: slice, kv_heads: slice, *, both: bool) -> Keys:
-        starts = self._starts(self.place.ring.rank), self._starts(hop.source)
-        diagonal = hop.source == self.place.ring.rank
+    def keys(self, hop: Hop, columns: GatheredColumns | None, chunk: "Chunk", *, both: bool) -> Keys:
+        """What some heads see at a hop; both: by key block, too, as backward passes need it."""
+        own = self.place.ring.rank
+        q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in hop.sources])
+        diagonal = hop.sources == (own,)
         if self.index.dense and diagonal and self.kernels.CAUSAL_WITHOUT_LISTS:
-            blocks = BlockIndex.causal(starts[0], self.index.block)
+            blocks = BlockIndex.causal(q_starts, self.index.block)
         else:
-            blocks = block_lists(self.index.heads(heads), *starts, diagonal=diagonal, both=both)
-        k, v = (x[:, :, kv_heads] for x in hop.kv)
-        return Keys(k, v, blocks, columns and columns.heads(heads))
+            blocks = block_lists(self.index.heads(chunk.heads), q_starts, k_starts, diagonal=diagonal, both=both)
+        k, v = (x[:, :, chunk.kv_heads] for x in hop.kv)
+        return Keys(k, v, blocks, columns and columns.heads(chunk.heads))
 
     def _starts(self, rank: int) -> torch.Tensor:
         return self.place.layout.block_starts(rank, self.index.device)
 
-    def _chunks(self, q, k, columns):
-        """(query heads, key heads) that are treated at once, so that lists and workspaces stay small."""
-        kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-        width = 0 if columns is None else columns.kv.shape[3]
-        each = 0 if self.index.dense else self.kernels.workspace_bytes(q, k, self.index.block, width)
-        step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
-        for first in range(0, kv_heads, step):
-            last = min(first + step, kv_heads)
-            yield slice(first * group, last * group), slice(first, last)
+
+class Chunk(NamedTuple):
+    """Query heads, and their key heads."""
+
+    heads: slice
+    kv_heads: slice
 
 
 def _joined(parts, dim: int) -> torch.Tensor:
@@ -279,9 +260,8 @@ def _joined(parts, dim: int) -> torch.Tensor:
 
 class _SparseRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: Call):
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = _forward(q, k, v, call)
+    def forward(ctx, q, k, v, call: Call, journey: Journey):
+        out, lse = _forward(q, k, v, call, journey)
         # the token travels with the tensors: recomputed ones bring the token of the index that they were made with
         ctx.save_for_backward(q, k, v, out, lse, torch.tensor(-1 if call.token is None else call.token))
         ctx.call = call
@@ -299,27 +279,46 @@ class _SparseRing(torch.autograd.Function):
         ctx.call.store.drop(ctx.call.token)
         with torch.autocast(dout.device.type, enabled=False):
             grads = _backward(q, k, v, Tape(dout.contiguous(), out, lse, ctx.call.scale), ctx.call)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
-def _forward(q, k, v, call: Call):
-    carry, columns = None, call.gather(call.rows(), k, v)
-    for hop in circulate(call.place.ring, k, v, call.layer):
-        dtype = q.dtype if hop.last else torch.float32
-        carry = call.forward(q, hop, columns() if hop.last else None, carry, dtype)
-    return carry
+def _forward(q, k, v, call: Call, journey: Journey) -> Partial:
+    columns, chunks = call.gather(call.rows(), k, v), call.chunks(q, k)
+    parts: list[Partial | None] = [None] * len(chunks)
+    for hop in journey:
+        gathered, dtype = (columns(), q.dtype) if hop.last else (None, None)
+        for c, chunk in enumerate(chunks):
+            parts[c] = call.kernels.forward(
+                q[:, :, chunk.heads],
+                call.keys(hop, gathered, chunk, both=False),  # unnamed: gone before the next ones
+                scale=call.scale,
+                carry=parts[c],
+                out_dtype=dtype,
+            )
+    out, lse = zip(*parts)
+    return Partial(_joined(out, 2), _joined(lse, 1))
 
 
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
-    dq, rows = None, call.rows()
-    columns = call.gather(rows, k, v)
-    home = Homeward(call.place.ring, call.layer)
-    for hop in circulate(call.place.ring, k, v, call.layer):
-        dtype = q.dtype if hop.last else torch.float32
-        dq, dkv, found = call.backward(q, hop, columns() if hop.last else None, tape, dq, dtype)
-        home.add(dkv)
+    ring, rows, chunks = call.place.ring, call.rows(), call.chunks(q, k)
+    journey, home = Journey(ring, k, v, call.layer, own_last=True), Homeward(ring, call.layer)
+    columns, summed = call.gather(rows, k, v), None
+    tapes = [tape.heads(chunk.heads) for chunk in chunks]
+    dqs = [call.kernels.begin(q[:, :, chunk.heads], part) for chunk, part in zip(chunks, tapes)]
+    for hop in journey:
+        gathered, dtype, found = columns() if hop.first else None, q.dtype if hop.last else None, []
+        for c, chunk in enumerate(chunks):
+            keys = call.keys(hop, gathered, chunk, both=True)
+            found.append(call.kernels.backward(q[:, :, chunk.heads], keys, tapes[c], carry=dqs[c], dq_dtype=dtype))
+            dqs[c] = found[c].dq
+            del keys  # before the next ones
+        if hop.first and rows is not None:
+            with placing(f"columns of layer {call.layer}"):
+                summed = rows.start_sum(_joined([part.columns for part in found], 2))
+        home.add(hop, _joined([part.dkv for part in found], 3))
     dkv = home.finish()
-    if found is not None:
-        rows.scatter_add(found.float(), dkv)
-    return dq, *dkv
+    if summed is not None:
+        with placing(f"columns of layer {call.layer}"):
+            rows.add(summed.wait(), dkv)
+    return _joined(dqs, 2), *dkv

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtraining_nns.ops.index import ColumnIndex, DistanceIndex, Index, RowIndex
+from mtraining_nns.ops.index import DistanceIndex, Index, RowIndex
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Circle, Ring
 
@@ -78,7 +78,7 @@ def work(index: Index, layout: Layout, holds: torch.Tensor) -> torch.Tensor:
     by_source = rows.new_zeros(len(holds), layout.world)
     by_hop = by_source.index_add_(1, owner, PAIRS_BY_KEY[type(index)](index, rows)).gather(1, holds)
     if index.columns is not None:
-        by_hop[:, -1] += rows @ _columns_seen(index.columns, len(starts))
+        by_hop[:, -1] += rows @ index.columns.seen_by_block().sum((0, 1))[: len(starts)]
     return by_hop
 
 
@@ -112,17 +112,6 @@ def _diagonal(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 # type of index -> pairs of each rank's rows with the keys of each block, see _by_distance
 PAIRS_BY_KEY = {DistanceIndex: _by_distance, RowIndex: _by_row}
-
-
-def _columns_seen(columns: ColumnIndex, blocks: int) -> torch.Tensor:
-    """float64 [n]: columns that a query of each block attends to, over all heads: earlier ones that no block covers."""
-    at = (columns.position // columns.block).clamp_max(blocks).long()  # entries past the count go to the last place
-    held = torch.zeros(*at.shape[:2], blocks + 1, dtype=torch.float64, device=at.device)
-    held = held.scatter_add_(-1, at, torch.ones_like(at, dtype=torch.float64))[..., :blocks]
-    uncovered = (~columns.hit[..., :blocks]).double()
-    uncovered[..., 0] = 0
-    spectrum = torch.fft.rfft(held, 2 * blocks) * torch.fft.rfft(uncovered, 2 * blocks)
-    return torch.fft.irfft(spectrum.sum((0, 1)), 2 * blocks)[:blocks].round()
 
 
 def _member(rank: int, world: int, inner: int | None) -> Ring:

@@ -39,9 +39,12 @@ class Columns:
         kv = torch.stack([x[batch, row, head[:, None]] for x in (k, v)])
         return self.ring.start_sum(kv * mine[..., None].to(kv.dtype))
 
-    def scatter_add(self, grads: torch.Tensor, dkv: torch.Tensor) -> None:
-        """Add the ring's sum of fp32 [2, B, N, C, D] into the owners' rows of dkv [2, B, S, H, D]."""
-        grads = self.ring.sum(grads)
+    def start_sum(self, grads: torch.Tensor) -> Pending:
+        """fp32 [2, B, N, C, D], under way: the ring's sum of [2, B, N, C, D]."""
+        return self.ring.start_sum(grads.float().contiguous())
+
+    def add(self, grads: torch.Tensor, dkv: torch.Tensor) -> None:
+        """Add fp32 [2, B, N, C, D] into the owners' rows of dkv [2, B, S, H, D]."""
         if _has_kernels(dkv):
             from mtraining_nns.ops.kernels.triton_columns import add_rows
 

@@ -4,14 +4,18 @@ O outer steps of I inner ones; a flat ring has O = 1. Rank (node, local) has the
 
     ((node - i) mod O, (local - j) mod I)          at outer step i, inner step j
 
-Keys for the next node leave at the start of an outer step and travel under its I inner steps, on links of their own.
-Within a node they go hop by hop, or (mode "gather") all of a node's keys come together. Sums of dK and dV follow the
-keys: around the inner circle, home to the rank that the outer circle brought the keys to, and on along the outer
-circle while the next inner steps are computed. Source: MTraining, algorithm 2, with the node's offset in the inner
-neighbour and steps counted from 0.
+Keys for the next node leave at the start of an outer step and travel under its inner steps, on links of their own.
+Within a node keys go around hop by hop (mode "ring"), or straight to every rank, so that one hop has the keys of
+several (mode "gather"). A forward pass begins with a rank's own keys, under which the first others come. A backward
+pass ends with them: sums of dK and dV, twice as many bytes as keys, come home under the last hop.
+Sums follow the keys around (ring) or go straight home (gather), then along the outer circle while the next inner steps
+are computed. Source: MTraining, algorithm 2, with the node's offset in the inner neighbour and steps counted from 0.
 
-    2 nodes of 2, rank 0        step (0,0) (0,1) (1,0) (1,1)
-                                keys    0    1    2    3       of these ranks
+    2 nodes of 2, rank 0      ring, forward     ring, backward      gather, forward    gather, backward
+    inner steps               0 1  0 1          0 1  1 0            0 1  0 1           0 1  1 0
+    keys of ranks             0 1  2 3          2 3  1 0            0 1  2 3           2 3  1 0
+
+    1 node of 4, rank 0       0 | 1 | 2 | 3     1 | 2 | 3 | 0       0 | 1 2 3          1 2 3 | 0    as inner steps
 """
 
 from collections.abc import Iterator
@@ -19,126 +23,176 @@ from typing import NamedTuple
 
 import torch
 
-from mtraining_nns.ops.ring import Exchange, Ring
+from mtraining_nns.ops.ring import Exchange, Ring, Swap
+
+HOP_BYTES = 1 << 30  # of keys and values that one gathered hop has, unless one rank has more
+KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class Hop(NamedTuple):
-    """Keys and values [B, S, H, D] of ring rank `source`; `last`: no other ones follow."""
+    """Keys and values [B, n * S, H, D] of n ring ranks end to end; first, last: in the order of the pass.
 
-    source: int
-    kv: tuple[torch.Tensor, torch.Tensor]
-    last: bool
-
-
-def circulate(ring: Ring, k: torch.Tensor, v: torch.Tensor, layer: int | str) -> Iterator[Hop]:
-    """The keys of every rank, this one's first; later ones travel while the caller computes.
-
-    A hop's tensors are overwritten after the next hop. layer: for error messages.
+    outer, inner: the outer step, and of each rank the inner one; inner step 0 has what the outer circle brought.
     """
-    if ring.world == 1:
-        yield Hop(0, (k, v), True)
-        return
-    outer, inner = ring.levels
-    shard = torch.stack([k, v])  # what the outer circle brought
-    coming = torch.empty_like(shard) if outer.world > 1 else None
-    along = Exchange(outer, f"keys of layer {layer}, between nodes")
-    around = _gathered if ring.mode == "gather" else _passed
-    for i in range(outer.world):
-        if i + 1 < outer.world:
-            along.start(shard, coming)
-        for j, kv in enumerate(around(ring, shard, layer, i)):
-            yield Hop(ring.source(i, j), (kv[0], kv[1]), i + 1 == outer.world and j + 1 == inner.world)
-        along.wait()
-        shard, coming = coming, shard
+
+    sources: tuple[int, ...]
+    kv: KV
+    first: bool
+    last: bool
+    outer: int
+    inner: tuple[int, ...]
 
 
-def _passed(ring: Ring, shard: torch.Tensor, layer: int | str, outer_step: int) -> Iterator[torch.Tensor]:
-    """The shards of an inner circle, each sent on while it is computed with."""
-    outer, inner = ring.levels
-    if inner.world == 1:
-        yield shard
-        return
-    # the outer circle sends from `shard`: only without one may others arrive there
-    spare = [torch.empty_like(shard), shard if outer.world == 1 else torch.empty_like(shard)]
-    here = shard
-    for j in range(inner.world):
-        hop = outer_step * inner.world + j + 1
-        exchange, target = Exchange(inner, f"keys of layer {layer}, hop {hop} of {ring.world - 1}"), spare[j % 2]
-        if j + 1 < inner.world:
-            exchange.start(here, target)
-        yield here
-        exchange.wait()
-        here = target
+class Journey:
+    """The keys of every rank on their way past this one; the first others are sent for at once.
+
+    Iterate once. A hop's tensors live until the next hop. own_last: end with this rank's own keys, for backward passes.
+    layer: for error messages.
+    """
+
+    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor, layer: int | str, *, own_last: bool = False):
+        self.ring, self.own, self.layer, self.own_last = ring, (k, v), layer, own_last
+        self.outer, self.inner = ring.levels
+        self.groups = _groups(ring, k)
+        self.ahead = self._send_for(0, 0, self.own) if self.groups else None
+
+    def __iter__(self) -> Iterator[Hop]:
+        steps, order = self.outer.world, range(self.outer.world)
+        shard, along = self.own, Exchange(self.outer, f"keys of layer {self.layer}, between nodes")
+        if self.own_last and steps > 1:
+            order = (*range(1, steps), 0)
+            shard = self._start_along(along, self.own)
+            along.wait()
+        for turn, i in enumerate(order):
+            last_turn = turn + 1 == steps
+            coming = None if last_turn or order[turn + 1] == 0 else self._start_along(along, shard)
+            own_last = self.own_last and last_turn
+            for first, last, inner, kv in self._around(i, self.own if i == 0 else shard, own_last):
+                sources = tuple(self.ring.source(i, j) for j in inner)
+                yield Hop(sources, kv, turn == 0 and first, last_turn and last, i, inner)
+            if coming is not None:
+                along.wait()
+                shard = coming
+
+    def _start_along(self, along: Exchange, shard: KV) -> KV:
+        """Send a shard on to the next node; what comes of the one before, there after `along.wait`."""
+        coming = tuple(torch.empty_like(x) for x in shard)
+        along.start(*map(Swap, shard, coming))
+        return coming
+
+    def _around(self, i: int, shard: KV, own_last: bool) -> Iterator[tuple[bool, bool, tuple[int, ...], KV]]:
+        """(first, last, inner steps, keys and values) of one outer step."""
+        order = [*self.groups, (0,)] if own_last else [(0,), *self.groups]
+        fetch = None
+        if self.groups:
+            fetch = self.ahead if i == 0 else self._send_for(i, 0, shard)
+        number = 0
+        for turn, group in enumerate(order):
+            here = shard
+            if group != (0,):
+                here = fetch.wait()
+                number += 1
+                if number < len(self.groups):
+                    fetch = self._send_for(i, number, here if self.ring.mode == "ring" else shard)
+            yield turn == 0, turn + 1 == len(order), group, _end_to_end(here)
+
+    def _send_for(self, i: int, number: int, sent: KV) -> "Fetch":
+        """The keys of one group of inner steps; sent: what other ranks get for theirs."""
+        group = self.groups[number]
+        what = f"keys of layer {self.layer}, hop {i * len(self.groups) + number + 1}"
+        return Fetch(self.inner, what, sent, group if self.ring.mode == "gather" else (1,))
 
 
-def _gathered(ring: Ring, shard: torch.Tensor, layer: int | str, outer_step: int) -> Iterator[torch.Tensor]:
-    """The shards of an inner circle: this rank's own while the others come together."""
-    inner = ring.levels[1]
-    whole = torch.empty(inner.world, *shard.shape, dtype=shard.dtype, device=shard.device)
-    pending = inner.start_gather(whole, shard, f"keys of layer {layer}, outer step {outer_step + 1}")
-    yield shard
-    pending.wait()
-    for j in range(1, inner.world):
-        yield whole[(inner.rank - j) % inner.world]
+class Fetch:
+    """Keys and values of ranks `distances` back in a circle, under way; this rank's go as many places on."""
+
+    def __init__(self, circle, what: str, sent: KV, distances: tuple[int, ...]):
+        self.exchange = Exchange(circle, what)
+        self.arriving = tuple(torch.empty(len(distances), *x.shape, dtype=x.dtype, device=x.device) for x in sent)
+        self.exchange.start(
+            *(Swap(x, into[m], ahead) for m, ahead in enumerate(distances) for x, into in zip(sent, self.arriving))
+        )
+
+    def wait(self) -> KV:
+        """[n, B, S, H, D] each."""
+        self.exchange.wait()
+        return self.arriving if len(self.arriving[0]) > 1 else tuple(x[0] for x in self.arriving)
+
+
+def _groups(ring: Ring, k: torch.Tensor) -> list[tuple[int, ...]]:
+    """Inner steps after the first, by hops."""
+    steps = range(1, ring.levels[1].world)
+    most = max(1, HOP_BYTES // (2 * k.numel() * k.element_size())) if ring.mode == "gather" else 1
+    return [tuple(steps[first : first + most]) for first in range(0, len(steps), most)]
+
+
+def _end_to_end(kv: KV) -> KV:
+    """[n, B, S, H, D] -> [B, n * S, H, D]; a single rank's [B, S, H, D] stays."""
+    return tuple(x if x.dim() == 4 else x.transpose(0, 1).flatten(1, 2) for x in kv)
 
 
 class Homeward:
-    """Sums of dK and dV in fp32 on their way to the ranks that own the keys. Call `add` after each hop."""
+    """Sums of dK and dV in fp32 on their way to the ranks that own the keys. Call `add` after each hop.
+
+    For journeys that end with a rank's own keys.
+    """
 
     def __init__(self, ring: Ring, layer: int):
         self.ring, self.layer = ring, layer
+        self.outer, self.inner = ring.levels
         self.hops = 0
+        self.step: int | None = None  # the outer one
         self.parts: list[tuple[Exchange, torch.Tensor]] = []  # of this outer step: what comes, and where it arrives
-        self.own: torch.Tensor | None = None  # of this outer step: what this rank found or passed on last
-        self.along = Exchange(ring.levels[0], f"gradients of keys of layer {layer}, between nodes")
+        self.own: torch.Tensor | None = None  # of this outer step: what stays
+        self.along = Exchange(self.outer, f"gradients of keys of layer {layer}, between nodes")
         self.arriving: torch.Tensor | None = None  # along the outer circle
 
-    def add(self, dkv: torch.Tensor) -> None:
-        """dkv [2, B, S, H, D]: what this rank found for the keys of the hop; it may be overwritten."""
-        inner = self.ring.levels[1]
+    def add(self, hop: Hop, dkv: torch.Tensor) -> None:
+        """dkv [2, B, n * S, H, D]: what this rank found for the keys of the hop; it may be overwritten."""
         if self.ring.world == 1:
             self.own = dkv
             return
-        i, j = divmod(self.hops, inner.world)
-        if j == 0 and i > 0:
+        if self.step not in (None, hop.outer):
             self._leave_node()
+        self.step = hop.outer
         self.hops += 1
-        dkv = dkv.float().contiguous()
         if self.ring.mode == "gather":
-            self._send_home(dkv, j)
+            self._send_home(hop, dkv)
         else:
-            self._pass_on(dkv, j)
+            self._pass_on(hop, dkv)
 
     def finish(self) -> torch.Tensor:
         """[2, B, S, H, D], fp32 unless the ring is a single rank: the sum over all ranks for this rank's own keys."""
         if self.ring.world == 1:
             return self.own
-        self._leave_node()
-        if self.ring.levels[0].world == 1:
-            return self.own
-        self.along.wait()
-        return self.arriving
+        total = self._collected()
+        if self.arriving is not None:
+            self.along.wait()
+            total += self.arriving
+        return total
 
-    def _pass_on(self, dkv: torch.Tensor, j: int) -> None:
+    def _pass_on(self, hop: Hop, dkv: torch.Tensor) -> None:
         """Add what the ranks before this one found for the same keys, and pass the sum on, at last home."""
-        inner = self.ring.levels[1]
-        if j > 0:
-            dkv += self._arrived()
-        self.own = dkv
-        if inner.world > 1:
-            self._start(dkv, ahead=1)
-
-    def _send_home(self, dkv: torch.Tensor, j: int) -> None:
-        """Straight to the rank whose keys they are; what others found for this rank's keys comes meanwhile."""
-        if j == 0:
-            self.own = dkv
+        total = dkv.float().contiguous()
+        if self.parts:
+            total += self._arrived()
+        if hop.last or self.inner.world == 1:
+            self.own = total
         else:
-            self._start(dkv, ahead=-j)
+            self._start(total, ahead=1)
+
+    def _send_home(self, hop: Hop, dkv: torch.Tensor) -> None:
+        """Straight to the ranks whose keys they are; what others found for this rank's keys comes meanwhile."""
+        if hop.inner == (0,):
+            self.own = dkv.float().contiguous()
+            return
+        for place, part in zip(hop.inner, dkv.unflatten(2, (len(hop.inner), -1)).unbind(2)):
+            self._start(part.float().contiguous(), ahead=-place)
 
     def _start(self, dkv: torch.Tensor, ahead: int) -> None:
-        exchange = Exchange(self.ring.levels[1], f"gradients of keys of layer {self.layer}, hop {self.hops}")
+        exchange = Exchange(self.inner, f"gradients of keys of layer {self.layer}, hop {self.hops}")
         arriving = torch.empty_like(dkv)
-        exchange.start(dkv, arriving, ahead=ahead)
+        exchange.start(Swap(dkv, arriving, ahead))
         self.parts.append((exchange, arriving))
 
     def _arrived(self) -> torch.Tensor:
@@ -146,17 +200,19 @@ class Homeward:
         exchange.wait()
         return arriving
 
+    def _collected(self) -> torch.Tensor:
+        """All that was found in this node for the keys that the outer circle brought."""
+        total = self.own if self.own is not None else self._arrived()
+        while self.parts:
+            total += self._arrived()
+        self.own = None
+        return total
+
     def _leave_node(self) -> None:
         """An outer step is over: its sums are home within the node, and go on along the outer circle."""
-        outer = self.ring.levels[0]
-        if self.ring.mode == "gather":
-            while self.parts:
-                self.own += self._arrived()
-        elif self.parts:
-            self.own = self._arrived()
+        total = self._collected()
         if self.arriving is not None:
             self.along.wait()
-            self.own += self.arriving
-        if outer.world > 1:
-            self.arriving = torch.empty_like(self.own) if self.arriving is None else self.arriving
-            self.along.start(self.own, self.arriving)
+            total += self.arriving
+        self.arriving = torch.empty_like(total)
+        self.along.start(Swap(total, self.arriving))

@@ -3,7 +3,7 @@
 Build rings once at start (`Ring.create`), never inside the operator: creating a process group is collective over the
 whole world. `ops/hops.py` says in which order keys travel.
 
-    ring of 6, flat           0 > 1 > 2 > 3 > 4 > 5 > 0
+    ring of 6, flat           0 > 1 > 2 > 3 > 4 > 5 > 0, one inner circle
     ring of 6, inner 3        inner circles 0 > 1 > 2 > 0 and 3 > 4 > 5 > 3, one a node
                               outer circles 0 > 3 > 0, 1 > 4 > 1 and 2 > 5 > 2, between nodes
 """
@@ -13,14 +13,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mtraining_nns.ops.watch import Watch
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 MODES = ("ring", "gather")  # how keys get around an inner circle
 
 
@@ -40,10 +39,6 @@ class Circle:
     @property
     def world(self) -> int:
         return len(self.ranks)
-
-    def start_gather(self, whole: torch.Tensor, mine: torch.Tensor, what: str) -> "Pending":
-        """Everybody's `mine` on its way into `whole` [world, ...], both contiguous."""
-        return self._collect(all_gather, whole.view(-1), mine.view(-1), result=whole, what=f"{what}: gathering")
 
     def _collect(self, collective, *tensors, result, what: str) -> "Pending":
         """`result`, under way by a collective of all ranks."""
@@ -69,8 +64,9 @@ class Circle:
 class Ring(Circle):
     """Ranks of one sequence, in ring order.
 
-    inner, outer: the two circles of this rank in a hierarchical ring, None in a flat one. mode: how keys get around the
-    inner circle, hop by hop ("ring") or all at once ("gather").
+    inner, outer: the two circles of this rank along which keys travel; a flat ring has no outer one. They are groups of
+    their own, so that a sum over the ring does not queue behind keys. mode: how keys get around the inner circle, hop
+    by hop ("ring") or straight to every rank ("gather").
     """
 
     inner: Circle | None = None
@@ -101,17 +97,16 @@ class Ring(Circle):
             return cls.single()
         rings = [tuple(range(first, first + size)) for first in range(0, world, size)]
         connect = partial(_circle, timeout=timeout, watch=watch)
-        whole = connect(rings)
-        levels = {}
+        whole, within = connect(rings), inner or size
+        levels = {"inner": connect([ring[i : i + within] for ring in rings for i in range(0, size, within)])}
         if inner is not None:
-            levels["inner"] = connect([ring[i : i + inner] for ring in rings for i in range(0, size, inner)])
             levels["outer"] = connect([ring[i::inner] for ring in rings for i in range(inner)])
         return cls(whole.rank, whole.ranks, whole.group, watch, **levels, mode=mode)
 
     @property
     def levels(self) -> tuple[Circle, Circle]:
         """(outer, inner); a flat ring is one inner circle."""
-        return (Circle(), self) if self.inner is None else (self.outer, self.inner)
+        return self.outer or Circle(), self.inner or self
 
     def source(self, outer_step: int, inner_step: int) -> int:
         """Ring rank whose keys this rank holds at a step."""
@@ -152,28 +147,48 @@ class Pending:
         return self.result
 
 
+class Swap(NamedTuple):
+    """Send a buffer `ahead` places on in a circle while another arrives from as many places back."""
+
+    send: torch.Tensor
+    receive: torch.Tensor
+    ahead: int = 1
+
+
 class Exchange:
-    """One buffer on its way to a rank of a circle while another arrives. what: for error messages."""
+    """Buffers on their way to other ranks of a circle while others arrive. what: for error messages."""
 
     def __init__(self, circle: Circle, what: str):
         self.circle, self.what = circle, what
-        self.pending, self.buffers = [], ()
+        self.pending, self.swaps = [], ()
 
-    def start(self, send: torch.Tensor, receive: torch.Tensor, *, ahead: int = 1) -> None:
-        """Send `ahead` places on, receive from as many places back; touch neither buffer before `wait`."""
-        circle = self.circle
-        to, by = (circle.ranks[(circle.rank + step) % circle.world] for step in (ahead, -ahead))
-        self.blame = f"{self.what}: rank {circle.ranks[circle.rank]} sends to rank {to} and receives from rank {by}"
-        self.buffers = send, receive  # alive until both have arrived
+    def start(self, *swaps: Swap) -> None:
+        """Touch no buffer before `wait`; every rank of the circle gives the same places in the same order."""
+        circle, sends, receives = self.circle, {}, {}
+        operations = []
+        for send, receive, ahead in swaps:
+            to, by = (circle.ranks[(circle.rank + step) % circle.world] for step in (ahead, -ahead))
+            sends[to], receives[by] = True, True
+            operations += [
+                dist.P2POp(dist.isend, send, to, circle.group),
+                dist.P2POp(dist.irecv, receive, by, circle.group),
+            ]
+        self.blame = (
+            f"{self.what}: rank {circle.ranks[circle.rank]} sends to {_ranks_text(sends)}"
+            f" and receives from {_ranks_text(receives)}"
+        )
+        self.swaps = swaps  # alive until all have arrived
         with blaming(self.blame):
-            self.pending = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, send, to, circle.group), dist.P2POp(dist.irecv, receive, by, circle.group)]
-            )
+            self.pending = dist.batch_isend_irecv(operations)
 
     def wait(self) -> None:
         for work in self.pending:
             self.circle.arrived(work, self.blame)
-        self.pending, self.buffers = [], ()
+        self.pending, self.swaps = [], ()
+
+
+def _ranks_text(ranks) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 _places: ContextVar[tuple[str, ...]] = ContextVar("places", default=())
@@ -220,7 +235,7 @@ def _connect(circle: Circle) -> None:
     device = "cuda" if dist.get_backend(circle.group) == "nccl" else "cpu"
     sent, received = torch.full((1,), circle.rank, device=device), torch.zeros(1, dtype=torch.long, device=device)
     exchange = Exchange(circle, "connecting the ring")
-    exchange.start(sent, received)
+    exchange.start(Swap(sent, received))
     exchange.wait()
     expected = (circle.rank - 1) % circle.world
     assert received.item() == expected, f"circle {circle.ranks}: got {received.item()} from rank {expected}"

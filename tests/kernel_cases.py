@@ -78,7 +78,7 @@ def check(backend, case: Case, backward=None) -> None:
     )  # fmt: skip
     columns = index.columns if case.columns else None
     got, ref = both(backend, backward or backend, inputs, (blocks, columns), case)
-    assert got["out"].dtype == case.dtype and got["lse"].dtype == got["dq"].dtype == torch.float32
+    assert got["out"].dtype == got["dq"].dtype == case.dtype and got["lse"].dtype == torch.float32
     floor = inputs[3].float().square().mean().sqrt().item() if case.seq_len == 1 else 0.0
     assert_close(got, ref, TOLERANCE[case.dtype], floor=floor)
 
@@ -100,11 +100,13 @@ def both(backend, backward, inputs, kept: tuple, case: Case) -> tuple[dict, dict
     steps = [Keys(k, v, blocks, columns)] if case.steps == 1 else dealt(k, v, blocks, columns)
     part = None
     for keys in steps:
-        dtype = q.dtype if keys is steps[-1] else torch.float32
+        dtype = q.dtype if keys is steps[-1] else None
         part = backend.forward(q, keys, scale=scale, carry=part, out_dtype=dtype)
-    tape, dq, dkv = Tape(dout, part.out, part.lse, scale), None, 0
+    tape, dkv = Tape(dout, part.out, part.lse, scale), 0
+    dq = backward.begin(q, tape)
     for keys in steps:
-        dq, found, last = backward.backward(q, keys, tape, carry=dq)
+        dtype = q.dtype if keys is steps[-1] else None
+        dq, found, last = backward.backward(q, keys, tape, carry=dq, dq_dtype=dtype)
         dkv = dkv + found.float()
     got = {"out": part.out, "lse": part.lse, "dq": dq, "dk": dkv[0], "dv": dkv[1]}
     return got if columns is None else got | {"dk columns": last[0], "dv columns": last[1]}, ref

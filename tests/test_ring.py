@@ -14,7 +14,7 @@ from helpers import assert_close, index_mask, make_qkv, poisoned, reference, rms
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
 from mtraining_nns.ops.reference import causal_mask
-from mtraining_nns.ops.ring import Exchange, Ring
+from mtraining_nns.ops.ring import Exchange, Ring, Swap
 
 RESULTS = ("out", "dq", "dk", "dv")
 TOP_P = {"p_v": 0.5, "p_s": 0.35, "last_q": 24, "sinks": 3, "local": 16}
@@ -224,7 +224,7 @@ def run_rings(rank: int, world: int) -> dict:
     sent, received = torch.full((3,), float(rank)), torch.zeros(3)
     exchange = Exchange(whole, "numbers")
     for _ in range(3):  # after three hops a rank holds what its successor sent
-        exchange.start(sent, received)
+        exchange.start(Swap(sent, received))
         exchange.wait()
         sent, received = received.clone(), sent
     assert sent.tolist() == [float((rank - 3) % 4)] * 3
@@ -245,7 +245,7 @@ def run_exchanges(rank: int, world: int) -> int:
         pair = [Exchange(ring, f"turn {turn}") for _ in range(2)]
         arrived = [torch.zeros(1 + turn % 7 + 1000 * i) for i in range(2)]
         for i, exchange in enumerate(pair):
-            exchange.start(torch.full_like(arrived[i], float(rank + 10 * i)), arrived[i])
+            exchange.start(Swap(torch.full_like(arrived[i], float(rank + 10 * i)), arrived[i]))
         for i, exchange in enumerate(pair):
             exchange.wait()
             wrong += bool((arrived[i] != (rank - 1) % world + 10 * i).any())

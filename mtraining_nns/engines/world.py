@@ -89,7 +89,12 @@ def settle(world: World, parallel) -> None:
     if watch is not None:
         torch.cuda.synchronize()
         watch.timeout_s, timeout = parallel.timeout_s, timeout + GRACE
-    for group in {None, world.ring.group, world.mesh.get_group(), *(circle.group for circle in world.ring.levels)}:
+    for group in {
+        None,
+        world.ring.group,
+        world.mesh.get_group(),
+        *(circle.group for circle in world.ring.levels if circle.world > 1),
+    }:
         distributed_c10d._set_pg_timeout(timeout, group)  # torch has no public name for it
 
 
@@ -107,9 +112,9 @@ def _nodes(process: Process) -> list[str]:
 
 
 def _about(ring: Ring, shape: Shape) -> str:
-    if ring.inner is None:
-        return f"ring of {ring.world}: flat ({shape.reason})"
     within = {"ring": "hop by hop", "gather": "gathered"}[ring.mode]
+    if ring.outer is None:
+        return f"ring of {ring.world}: flat, {within} ({shape.reason})"
     return f"ring of {ring.world}: {ring.outer.world} nodes x {ring.inner.world}, {within} within ({shape.reason})"
 
 

@@ -1,12 +1,14 @@
-"""Kernel backends. Each is a module with the same four names, loaded only when asked for.
+"""Kernel backends. Each is a module with the same five names, loaded only when asked for.
 
     forward(q, keys, *, scale, carry=None, out_dtype=None) -> Partial
-    backward(q, keys, tape, *, carry=None, dq_dtype=None) -> Grads
+    begin(q, tape) -> carry                           of the first backward call: what needs no keys
+    backward(q, keys, tape, *, carry, dq_dtype=None) -> Grads
     workspace_bytes(q, k, block, columns) -> int      of one key head, backward; columns: C
     CAUSAL_WITHOUT_LISTS: bool                        whether BlockIndex.causal will do
 
 Shapes: q [B, Sq, N, D]; keys.k, keys.v [B, Sk, H, D] with N a multiple of H, never expanded. `carry` is what other
-keys of the same queries gave, a Partial or dq in fp32, and is joined in; fp32 is the default dtype of out and dq.
+keys of the same queries gave, a Partial or the dq of Grads, and is joined in. Without a dtype, out is whatever loses
+nothing and dq whatever the backend carries; the last call of a pass names one.
 """
 
 from mtraining_nns.ops.kernels.backends import KERNELS, Device, Work, choose, load

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,9 +64,9 @@ class Tape:
 
 
 class Grads(NamedTuple):
-    """dq [B, Sq, N, D], the carry included; dkv [2, B, Sk, H, D]; columns [2, B, N, C, D] or None."""
+    """dq [B, Sq, N, D] or the carry of the next call; dkv [2, B, Sk, H, D]; columns [2, B, N, C, D] or None."""
 
-    dq: Tensor
+    dq: Any
     dkv: Tensor
     columns: Tensor | None
 

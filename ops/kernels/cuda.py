@@ -44,20 +44,23 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""
     _check(q, keys)
     part = _dense_forward(q, keys, scale) if _causal(keys) else _blocks_forward(q, keys, scale)
-    dtype = out_dtype or torch.float32
     if keys.columns is not None:
-        part = triton_rows.merge(carry, part, torch.float32)
-        return columns_backend.forward(q, _columns_alone(keys), scale=scale, carry=part, out_dtype=dtype)
-    return triton_rows.merge(carry, part, dtype)
+        part = triton_rows.merge(carry, part, None)
+        return columns_backend.forward(q, _columns_alone(keys), scale=scale, carry=part, out_dtype=out_dtype)
+    return triton_rows.merge(carry, part, out_dtype)
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+def begin(q, tape: Tape) -> None:
+    """Nothing is carried."""
+
+
+def backward(q, keys: Keys, tape: Tape, *, carry, dq_dtype=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     _check(q, keys)
     dq, dkv = _dense_backward(q, keys, tape) if _causal(keys) else _blocks_backward(q, keys, tape)
     if keys.columns is None:
         return Grads(joined(carry, dq, dq_dtype), dkv, None)
-    dq = joined(carry, dq, torch.float32)
+    dq = joined(carry, dq, None)
     dq, _, columns = columns_backend.backward(q, _columns_alone(keys), tape, carry=dq, dq_dtype=dq_dtype)
     return Grads(dq, dkv, columns)
 

@@ -8,18 +8,18 @@ become further key blocks in front of the keys, so that one softmax, one pass ov
     decided by the mask   | the others: one bit a column             | the diagonal: causality     |
 
 Lists are as wide as they can get and their contents change freely: a compilation depends on dtype, head dim, heads a
-group and copies alone. Rounding: out and the gradients of one ring step are rounded once before they are summed in
-fp32. The backward pass adds into dQ in any order.
+group and copies alone. Rounding: out, dK and dV of one ring step are rounded once before they are summed in fp32; dQ
+is rounded once after all steps. The backward pass adds into dQ in any order.
 """
 
 import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_attn.cute.interface import _flash_attn_fwd
 
 from mtraining_nns.ops.index import COLUMN_TILE
-from mtraining_nns.ops.kernels import cute_lists, cute_mask, triton_rows
+from mtraining_nns.ops.kernels import cute_backward, cute_lists, cute_mask, triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, list_bytes
 from mtraining_nns.ops.merge import Partial
 
 QUERIES_PER_COPY = 128  # query blocks that one program of the backward pass takes of a column tile
@@ -37,10 +37,15 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
         lists = cute_lists.by_query(keys.blocks, _tiles(keys), group)
         keys, how = _extended(keys, copies=1), _sparse(lists, keys, q, cute_mask.forward_mask(group))
     out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, **how)
-    return triton_rows.merge(carry, Partial(out, lse), out_dtype or torch.float32)
+    return triton_rows.merge(carry, Partial(out, lse), out_dtype)
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+def begin(q, tape: Tape) -> cute_backward.Sums:
+    """The accumulator of dQ and what every step needs of the tape."""
+    return cute_backward.begin(q, tape)
+
+
+def backward(q, keys: Keys, tape: Tape, *, carry: cute_backward.Sums, dq_dtype=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     _check(keys)
     group, columns, first = q.shape[2] // keys.k.shape[2], None, 0
@@ -53,13 +58,11 @@ def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
         extended, how = _extended(keys, copies), _sparse(lists, keys, q, mask)
         first = extended.k.shape[1] - keys.k.shape[1]
     dkv = torch.empty(2, *extended.k.shape, dtype=q.dtype, device=q.device)
-    dq, *_ = _flash_attn_bwd(
-        q, extended.k, extended.v, tape.out, tape.dout, tape.lse,
-        softmax_scale=tape.scale, dk=dkv[0], dv=dkv[1], **how,
-    )  # fmt: skip
+    cute_backward.add(q, extended.k, extended.v, tape, carry, dkv, **how)
     if first:
         columns = _column_grads(dkv[:, :, :first], keys, copies)
-    return Grads(joined(carry, dq, dq_dtype), dkv[:, :, first:], columns)
+    dq = carry if dq_dtype is None else cute_backward.finish(carry, q, tape.scale).to(dq_dtype)
+    return Grads(dq, dkv[:, :, first:], columns)
 
 
 def workspace_bytes(q, k, block: int, columns: int) -> int:

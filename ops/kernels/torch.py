@@ -21,7 +21,11 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     return Partial(part.out.to(out_dtype or torch.float32), part.lse)
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+def begin(q, tape: Tape) -> None:
+    """Nothing is carried."""
+
+
+def backward(q, keys: Keys, tape: Tape, *, carry, dq_dtype=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     dq = torch.zeros(q.shape, device=q.device)
     dkv = _blocks_backward(q, keys, tape, dq)

@@ -54,7 +54,12 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     return Partial(out, lse)
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry=None, dq_dtype=None) -> Grads:
+def begin(q, tape: Tape) -> None:
+    """Nothing is carried; delta is computed."""
+    tape.delta  # noqa: B018
+
+
+def backward(q, keys: Keys, tape: Tape, *, carry, dq_dtype=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     q, keys = _checked(q, keys)
     tensors = tape.dout.contiguous(), tape.lse, tape.delta

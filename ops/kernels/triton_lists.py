@@ -30,7 +30,7 @@ def distance_lists(hit: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, bl
     """For each row the cols c with d = sign * (rows[r] // block - cols[c] // block) > 0 and hit[..., d].
 
     hit: bool [B, N, n]; where it is broadcast over heads, so is the result: [1, 1, ...]. rows, cols: int32 starts of
-    blocks, ascending, fewer than n blocks apart. sign: 1 lists earlier blocks, -1 later ones.
+    blocks, fewer than n blocks apart. sign: 1 lists earlier blocks, -1 later ones.
 
     Example: hit=[1, 0, 1] rows=cols=[0, 16, 32] block=16 gives count=[0, 0, 1] index=[-, -, [0]] for sign=1 and
     count=[1, 0, 0] index=[[2], -, -] for sign=-1.
@@ -43,8 +43,8 @@ def distance_lists(hit: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, bl
 def mask_lists(mask: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, span: int, sign: int) -> Lists:
     """For each query block the earlier key blocks that it keeps (sign 1), or for each key block the later query blocks.
 
-    mask: bool [B, N, nq, m]: whether query block i keeps the blocks of span j. rows, cols: int32 starts of blocks,
-    ascending: of queries and keys for sign 1, of keys and queries for sign -1.
+    mask: bool [B, N, nq, m]: whether query block i keeps the blocks of span j. rows, cols: int32 starts of blocks: of
+    queries and keys for sign 1, of keys and queries for sign -1.
 
     Example: mask=[[1, 1], [1, 0]] rows=[0, 32] cols=[0, 16] span=16 gives count=[0, 1] index=[-, [0]] for sign=1 and,
     rows and cols exchanged, count=[1, 0] index=[[1], -] for sign=-1.
@@ -120,13 +120,12 @@ def table_rows(
     INDEX += program.to(tl.int64) * width
     count = 0
     for first in range(0, width, CHUNK):
-        # cols ascend, so the farthest one of a chunk is its first or last; nothing is kept on the other side
-        farthest = first if SIGN > 0 else tl.minimum(first + CHUNK, width) - 1
-        if SIGN * (start - tl.load(COLS + farthest)) > 0:
-            cols = first + tl.arange(0, CHUNK)
-            starts = tl.load(COLS + cols, mask=cols < width, other=0)
+        cols = first + tl.arange(0, CHUNK)
+        starts = tl.load(COLS + cols, mask=cols < width, other=0)
+        on_side = (cols < width) & (SIGN * (start - starts) > 0)
+        if tl.max(on_side.to(tl.int32), 0) > 0:  # half of all chunks have none
             entries = cols.to(tl.int64) * col_step + starts // UNIT * col_unit_step
-            kept = tl.load(TABLE + entries, mask=(cols < width) & (SIGN * (start - starts) > 0), other=0)
+            kept = tl.load(TABLE + entries, mask=on_side, other=0)
             count = append(INDEX, count, cols, kept != 0)
     tl.store(COUNT + program, count)
 

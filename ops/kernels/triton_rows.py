@@ -33,12 +33,15 @@ def merge_kernel(OUT_A, LSE_A, OUT_B, LSE_B, OUT, LSE, S, N, M: tl.constexpr, D:
     )
 
 
-def merge(a: Partial | None, b: Partial, dtype: torch.dtype) -> Partial:
-    """What ops.merge.merge says, in one pass; out in the given dtype. None is nothing to merge with."""
+def merge(a: Partial | None, b: Partial, dtype: torch.dtype | None) -> Partial:
+    """What ops.merge.merge says, in one pass; None is nothing to merge with.
+
+    dtype: of out, by default what loses nothing: fp32, or b's own where b is all there is.
+    """
     if a is None:
-        return Partial(b.out.to(dtype), b.lse)
+        return Partial(b.out if dtype is None else b.out.to(dtype), b.lse)
     batch, length, heads, dim = b.out.shape
-    out = torch.empty(b.out.shape, dtype=dtype, device=b.out.device)
+    out = torch.empty(b.out.shape, dtype=dtype or torch.float32, device=b.out.device)
     lse = torch.empty(b.lse.shape, device=b.lse.device)
     programs = batch * heads * triton.cdiv(length, 64)
     merge_kernel[(programs,)](*(x.contiguous() for x in (*a, *b)), out, lse, length, heads, M=64, D=dim)

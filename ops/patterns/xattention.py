@@ -20,10 +20,12 @@ fp32 [heads, own groups, global blocks], and logits of CHUNK_ELEMENTS pairs of g
 Attention with Antidiagonal Scoring.
 """
 
+from dataclasses import replace
+
 import torch
 
 from mtraining_nns.ops.config import AttentionConfig
-from mtraining_nns.ops.hops import circulate
+from mtraining_nns.ops.hops import Journey
 from mtraining_nns.ops.index import RowIndex
 from mtraining_nns.ops.patterns import Place
 from mtraining_nns.ops.patterns.top_p import fewest
@@ -54,9 +56,10 @@ def build(q, k, place: Place, config: AttentionConfig, scale: float) -> RowIndex
 def block_scores(q, k, place: Place, *, stride: int, scale: float) -> torch.Tensor:
     """fp32 [B, N, nq, n]: estimated mass of each own query block on each global key block. q, k without padding."""
     estimate = _Estimate(q, k.shape[2], place, stride, scale)
-    # one tensor travels, as the two halves that circulate takes
-    for hop in circulate(place.ring, *k.chunk(2, 1), layer="? (estimate)"):
-        estimate.add(torch.cat(hop.kv, 1), hop.source)
+    ring = replace(place.ring, mode="ring")  # the keys of one rank a hop
+    # one tensor travels, as the two halves that a journey takes
+    for hop in Journey(ring, *(x.contiguous() for x in k.chunk(2, 1)), layer="? (estimate)"):
+        estimate.add(torch.cat(hop.kv, 1), *hop.sources)
     return estimate.scores()
 
 

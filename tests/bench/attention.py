@@ -203,7 +203,8 @@ def hop(shape: Shape, density: float) -> None:
     for backend in backends():
         module = kernels.load(backend)
         out, lse = module.forward(q, keys(False), scale=scale, out_dtype=q.dtype)
-        tape, carry, dq = Tape(dout, out, lse, scale), (out.float(), lse), torch.zeros(q.shape, device="cuda")
+        tape, carry = Tape(dout, out, lse, scale), (out.float(), lse)
+        dq = module.begin(q, tape)
         ms = (
             median_ms(lambda: module.forward(q, keys(False), scale=scale, carry=carry)),  # noqa: B023
             median_ms(lambda: module.backward(q, keys(True), tape, carry=dq)),  # noqa: B023

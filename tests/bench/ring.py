@@ -1,14 +1,16 @@
 """A ring of GPUs against one of them, and what of the communication shows.
 
     torchrun --nproc-per-node 2 tests/bench/ring.py                    S 262144, 16/2, d 128: standard pattern, dense
-    torchrun --nproc-per-node 4 tests/bench/ring.py --inner 2 --mode gather
+    torchrun --nproc-per-node 4 tests/bench/ring.py --inner 2 --patterns sparse
 
-Forward and backward are the operator's own passes with the index given. One GPU is rank 0 alone with the whole
-sequence; `x ideal` is the ring's time over one GPU's time divided by the ranks. Exposed is the time for which the
-compute stream stands still at a wait for a transfer, by CUDA events before and after it, mean over ranks. Medians.
+Forward and backward are the operator's own passes with the index given, LAYERS of them queued in a row as in a model.
+One GPU is rank 0 alone with the whole sequence; `x ideal` is the ring's time over one GPU's time divided by the ranks.
+Exposed is the time for which the compute stream stands still at a wait for a transfer, by CUDA events before and after
+it, mean over ranks. Medians, a layer.
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -23,7 +25,7 @@ from mtraining_nns.ops.index import DistanceIndex
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import MODES, Circle, Ring
 
-REPEATS = 10
+REPEATS, LAYERS = 10, 4
 
 
 @contextmanager
@@ -45,12 +47,12 @@ def exposed(waits: dict):
         Circle.arrived = arrived
 
 
-def passes(operator, inputs, seq_len: int, repeats: int = REPEATS) -> tuple[list[float], list[float], list[dict]]:
-    """Milliseconds of each forward and backward pass, and the exposed waits of both."""
+def passes(operator, inputs, seq_len: int) -> tuple[list[float], list[dict]]:
+    """Milliseconds of a forward and a backward pass, and the exposed waits of both."""
     *tensors, dout = inputs
     leaves = [x.detach().requires_grad_() for x in tensors]
     times, waits = ([], []), [defaultdict(list), defaultdict(list)]
-    for turn in range(repeats + 2):
+    for turn in range(REPEATS + 2):
         ready = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         if operator.ring.world > 1:
             dist.barrier()
@@ -58,44 +60,45 @@ def passes(operator, inputs, seq_len: int, repeats: int = REPEATS) -> tuple[list
         torch.cuda.synchronize()
         ready[0].record()
         with exposed(kept[0]):
-            out = operator(*leaves, seq_len=seq_len)
+            outs = [operator(*leaves, seq_len=seq_len) for _ in range(LAYERS)]
         ready[1].record()
         with exposed(kept[1]):
-            torch.autograd.grad(out, leaves, dout)
+            while outs:
+                torch.autograd.grad(outs.pop(), leaves, dout)
         ready[2].record()
         torch.cuda.synchronize()
         if turn >= 2:
             for part in (0, 1):
-                times[part].append(ready[part].elapsed_time(ready[part + 1]))
+                times[part].append(ready[part].elapsed_time(ready[part + 1]) / LAYERS)
     by_what = [{what: [a.elapsed_time(b) for a, b in events] for what, events in part.items()} for part in waits]
-    return *times, by_what
+    return [statistics.median(part) for part in times], by_what
 
 
-def report(name: str, shape: Shape, index: DistanceIndex, ring: Ring, **settings) -> None:
-    layout = Layout.of(AttentionConfig(block=index.block, **settings), shape.seq_len, ring.world)
+def report(name: str, shape: Shape, index: DistanceIndex, rings: dict[str, Ring], **settings) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    layout = Layout.of(AttentionConfig(block=index.block, **settings), shape.seq_len, world)
     inputs = shape.inputs()
-    alone = (0.0, 0.0)
-    if dist.get_rank() == 0:
-        whole = passes(operator_of(index, device_type="cuda", **settings), inputs, shape.seq_len)
-        alone = tuple(statistics.median(part) for part in whole[:2])
+    alone = [0.0, 0.0]
+    if rank == 0:
+        alone, _ = passes(operator_of(index, device_type="cuda", **settings), inputs, shape.seq_len)
+        print(f"{shape}  {name:18s} one GPU          {alone[0]:8.2f} {alone[1]:8.2f}", flush=True)
     dist.barrier()
-    local = [layout.shard(x, ring.rank) for x in inputs]
+    local = [layout.shard(x, rank) for x in inputs]
     del inputs
-    operator = operator_of(index, ring, "cuda", **settings)
-    found = passes(operator, local, shape.seq_len)
-    slowest = torch.tensor([statistics.median(part) for part in found[:2]], device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    ms = slowest.tolist()
-    if dist.get_rank() == 0:
-        ideal = [part / ring.world for part in alone]
-        print(
-            f"{shape}  {name:24s} one GPU {alone[0]:8.2f} {alone[1]:8.2f}"
-            f"  ring of {ring.world} {ms[0]:8.2f} {ms[1]:8.2f}"
-            f"  x ideal {ms[0] / ideal[0]:.3f} {ms[1] / ideal[1]:.3f}  sum {sum(ms) / sum(ideal):.3f}",
-            flush=True,
-        )
-    show_waits(found[2])
-    if dist.get_rank() == 0:
+    for mode, ring in rings.items():
+        operator = operator_of(index, ring, "cuda", **settings)
+        found, waits = passes(operator, local, shape.seq_len)
+        slowest = torch.tensor(found, device="cuda")
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        ms, ideal = slowest.tolist(), [part / world for part in alone]
+        if rank == 0:
+            print(
+                f"{shape}  {name:18s} ring of {world} {mode:6s} {ms[0]:8.2f} {ms[1]:8.2f}"
+                f"  x ideal {ms[0] / ideal[0]:.3f} {ms[1] / ideal[1]:.3f}  sum {sum(ms) / sum(ideal):.3f}",
+                flush=True,
+            )
+        show_waits(waits)
+    if rank == 0:
         print(f"    statistics of a layer, read where steps are logged: {statistics_ms(operator):.3f} ms", flush=True)
 
 
@@ -126,18 +129,21 @@ def main() -> None:
     parser.add_argument("--layout", choices=LAYOUTS, default="striped")
     parser.add_argument("--granularity", type=int)
     parser.add_argument("--inner", type=int)
-    parser.add_argument("--mode", choices=MODES, default="ring")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--patterns", nargs="+", choices=("sparse", "dense"), default=("sparse", "dense"))
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank())
-    ring = Ring.create(dist.get_world_size(), inner=args.inner, mode=args.mode)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rings = {mode: Ring.create(dist.get_world_size(), inner=args.inner, mode=mode) for mode in args.modes}
     shape = Shape(args.seq_len, 16, 2, 128)
     settings = {"layout": args.layout, "granularity": args.granularity, "backend": args.backend}
-    blocks = Layout.of(AttentionConfig(block=BLOCK, **settings), args.seq_len, ring.world).global_blocks
-    report("standard pattern", shape, standard_index(args.seq_len, 16), ring, **settings)
-    dense = DistanceIndex.keep_all(1, 16, blocks, BLOCK, "cuda")
-    report("dense", shape, dense, ring, **settings, pattern="dense")
+    if "sparse" in args.patterns:
+        report("standard pattern", shape, standard_index(args.seq_len, 16), rings, **settings)
+    if "dense" in args.patterns:
+        blocks = Layout.of(AttentionConfig(block=BLOCK, **settings), args.seq_len, dist.get_world_size()).global_blocks
+        report("dense", shape, DistanceIndex.keep_all(1, 16, blocks, BLOCK, "cuda"), rings, **settings, pattern="dense")
     dist.destroy_process_group()
 
 
