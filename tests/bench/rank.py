@@ -1,6 +1,6 @@
 """Compute of one rank of a ring, on one GPU: what hops cost beside the transfers.
 
-    python tests/bench/rank.py                        S 262144 and 524288, 16/2, d 128, standard pattern, rings of 2 to 16
+    python tests/bench/rank.py                        S 262144 and 524288, 16/2, d 128, standard pattern, 2 to 16 ranks
     python tests/bench/rank.py --seq-len 131072 --worlds 2 4 --backend triton
 
 Every transfer is a copy on the GPU: the keys of other ranks are this rank's own. Only times mean anything. `x ideal` is
