@@ -7,8 +7,7 @@
 `ops/hops.py` says which keys come when, and how dK and dV get home:
 
     a hop       blocks of the keys of one rank or several, merged into fp32 (out, lse); the next keys are under way
-    forward     keys leave before the index is estimated; columns, gathered over the ring under the first hops, are
-                attended to together with the blocks of the last one
+    forward     columns, gathered over the ring under the first hops, belong to the last one
     backward    columns belong to the first hop, so that their dK and dV are summed over the ring under the others
 
 The index of the forward pass is the index of the backward pass. Under activation checkpointing the forward runs twice;
@@ -70,14 +69,13 @@ class Operator:
         layout = self.layout(seq_len) if seq_len else Layout(seq_len=q.shape[1], block=self.config.block)
         self._check(q, k, v, layout, seq_len)
         self._agree(layer, (seq_len or q.shape[1], *q.shape, k.shape[2], q.element_size()))
-        journey = Journey(self.ring, k.detach(), v.detach(), layer)
         with torch.autocast(q.device.type, enabled=False):
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
             self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
             backend, _ = self.choice(layout.seq_len, layer)
             call = Call(index, Place(layout, self.ring), kernels.load(backend), scale, layer, self.store, token)
-            return _SparseRing.apply(q, k, v, call, journey)
+            return _SparseRing.apply(q, k, v, call)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
@@ -260,8 +258,8 @@ def _joined(parts, dim: int) -> torch.Tensor:
 
 class _SparseRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: Call, journey: Journey):
-        out, lse = _forward(q, k, v, call, journey)
+    def forward(ctx, q, k, v, call: Call):
+        out, lse = _forward(q, k, v, call)
         # the token travels with the tensors: recomputed ones bring the token of the index that they were made with
         ctx.save_for_backward(q, k, v, out, lse, torch.tensor(-1 if call.token is None else call.token))
         ctx.call = call
@@ -279,10 +277,11 @@ class _SparseRing(torch.autograd.Function):
         ctx.call.store.drop(ctx.call.token)
         with torch.autocast(dout.device.type, enabled=False):
             grads = _backward(q, k, v, Tape(dout.contiguous(), out, lse, ctx.call.scale), ctx.call)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
 
 
-def _forward(q, k, v, call: Call, journey: Journey) -> Partial:
+def _forward(q, k, v, call: Call) -> Partial:
+    journey = Journey(call.place.ring, k, v, call.layer)
     columns, chunks = call.gather(call.rows(), k, v), call.chunks(q, k)
     parts: list[Partial | None] = [None] * len(chunks)
     for hop in journey:

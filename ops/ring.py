@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mtraining_nns.ops.watch import Watch
 
 MODES = ("ring", "gather")  # how keys get around an inner circle
+WARM_UP = 1 << 20  # numbers in a large sum, for which a library may connect ranks in another way than for a small one
 
 
 class RingError(RuntimeError):
@@ -64,9 +65,8 @@ class Circle:
 class Ring(Circle):
     """Ranks of one sequence, in ring order.
 
-    inner, outer: the two circles of this rank along which keys travel; a flat ring has no outer one. They are groups of
-    their own, so that a sum over the ring does not queue behind keys. mode: how keys get around the inner circle, hop
-    by hop ("ring") or straight to every rank ("gather").
+    inner, outer: the two circles of this rank in a hierarchical ring, None in a flat one. mode: how keys get around the
+    inner circle, hop by hop ("ring") or straight to every rank ("gather").
     """
 
     inner: Circle | None = None
@@ -97,21 +97,34 @@ class Ring(Circle):
             return cls.single()
         rings = [tuple(range(first, first + size)) for first in range(0, world, size)]
         connect = partial(_circle, timeout=timeout, watch=watch)
-        whole, within = connect(rings), inner or size
-        levels = {"inner": connect([ring[i : i + within] for ring in rings for i in range(0, size, within)])}
+        whole = connect(rings)
+        levels = {}
         if inner is not None:
+            levels["inner"] = connect([ring[i : i + inner] for ring in rings for i in range(0, size, inner)])
             levels["outer"] = connect([ring[i::inner] for ring in rings for i in range(inner)])
-        return cls(whole.rank, whole.ranks, whole.group, watch, **levels, mode=mode)
+        ring = cls(whole.rank, whole.ranks, whole.group, watch, **levels, mode=mode)
+        ring._warm_up()
+        return ring
 
     @property
     def levels(self) -> tuple[Circle, Circle]:
         """(outer, inner); a flat ring is one inner circle."""
-        return self.outer or Circle(), self.inner or self
+        return (Circle(), self) if self.inner is None else (self.outer, self.inner)
 
     def source(self, outer_step: int, inner_step: int) -> int:
         """Ring rank whose keys this rank holds at a step."""
         outer, inner = self.levels
         return (outer.rank - outer_step) % outer.world * inner.world + (inner.rank - inner_step) % inner.world
+
+    def _warm_up(self) -> None:
+        """Every kind of transfer once, in one order on all ranks: connections are not made inside a training step."""
+        outer, inner = self.levels
+        everybody = range(1, inner.world) if self.mode == "gather" else (1,)
+        for circle, places in ((outer, (1,)), (inner, everybody)):
+            if circle.world > 1:
+                _connect(circle, places)
+        for length in (1, WARM_UP):
+            self.sum(torch.zeros(length, device=_device(self)))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ring, in place."""
@@ -219,23 +232,25 @@ def blaming(what: str):
 
 
 def _circle(circles: list[tuple[int, ...]], timeout: timedelta | None, watch: Watch | None) -> Circle:
-    """Make groups of all circles, in one order on all ranks, and return this rank's, connected."""
+    """Make groups of all circles, in one order on all ranks, and return this rank's."""
     mine = None
     for ranks in circles:
         group = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank() in ranks:
             mine = Circle(ranks.index(dist.get_rank()), ranks, group, watch)
-    if mine.world > 1:
-        _connect(mine)
     return mine
 
 
-def _connect(circle: Circle) -> None:
-    """First exchange, so that connections are made in one order on all ranks and not inside a training step."""
-    device = "cuda" if dist.get_backend(circle.group) == "nccl" else "cpu"
-    sent, received = torch.full((1,), circle.rank, device=device), torch.zeros(1, dtype=torch.long, device=device)
+def _connect(circle: Circle, places) -> None:
+    """An exchange with each of the ranks that lie so many places on."""
+    sent = torch.full((1,), circle.rank, device=_device(circle))
+    received = [torch.full_like(sent, -1) for _ in places]
     exchange = Exchange(circle, "connecting the ring")
-    exchange.start(Swap(sent, received))
+    exchange.start(*(Swap(sent, into, ahead) for into, ahead in zip(received, places)))
     exchange.wait()
-    expected = (circle.rank - 1) % circle.world
-    assert received.item() == expected, f"circle {circle.ranks}: got {received.item()} from rank {expected}"
+    expected = [(circle.rank - ahead) % circle.world for ahead in places]
+    assert [x.item() for x in received] == expected, f"circle {circle.ranks}: got {received} from ranks {expected}"
+
+
+def _device(circle: Circle) -> str:
+    return "cuda" if dist.get_backend(circle.group) == "nccl" else "cpu"
