@@ -15,7 +15,7 @@ from mtraining_nns.errors import UserError
 from mtraining_nns.ops import balance
 from mtraining_nns.ops.config import LAYOUTS
 from mtraining_nns.ops.cost import Times, predict_ms
-from mtraining_nns.ops.index import DistanceIndex
+from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.tables import align
 
@@ -24,7 +24,7 @@ from mtraining_nns.tables import align
 class Inputs:
     """Indices of one global sequence, one a layer, and the length of a stripe; None is a block."""
 
-    indices: list[DistanceIndex]
+    indices: list[Index]
     seq_len: int
     granularity: int | None = None
 
@@ -107,7 +107,7 @@ def table(cases: list[Case]) -> str:
 def _case(inputs: Inputs, layout: Layout, inner: int | None, times: Times | None) -> Case:
     holds = balance.schedule(layout.world, inner)
     work = torch.stack([balance.work(index, layout, holds) for index in inputs.indices])
-    heads = sum(index.hit.shape[0] * index.hit.shape[1] for index in inputs.indices)
+    heads = sum(index.head_count for index in inputs.indices)
     return Case(
         layout=layout.kind,
         world=layout.world,

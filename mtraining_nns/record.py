@@ -29,7 +29,6 @@ from mtraining_nns.rope import rope_of, with_rope
 from mtraining_nns.sparsity import MASS, Sparsity, Tap, sampled_rows
 from mtraining_nns.tables import align
 
-PATTERNS = ("vertical_slash", "dense")  # those whose index is a DistanceIndex, which the file can hold
 BYTES_PER_TOKEN = 16  # text read for a token; tokenizers make 3 to 5 bytes of text a token
 
 
@@ -51,10 +50,6 @@ class Request:
     def __post_init__(self):
         if self.seq_len is not None and self.seq_len < 4:
             raise UserError(f"--seq-len must be at least 4, got {self.seq_len}")
-        if self.attention.pattern not in PATTERNS:
-            raise UserError(
-                f"attention.pattern={self.attention.pattern} cannot be recorded; use one of {', '.join(PATTERNS)}"
-            )
         if self.rows < 1:
             raise UserError(f"--rows must be at least 1, got {self.rows}")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -1,10 +1,12 @@
 """The file of recorded indices: what each layer of a model kept on a text.
 
     index.safetensors      layer_00.hit bool [B, N, n]   layer_00.position int32 [B, N, C]   layer_00.count int32 [B, N]
+                           or layer_00.mask int32 [B, N, n, W]   layer_00.row_bits int32 [B, N, S, W], W = ceil(m / 32)
     metadata               format, block, seq_len, layers (their numbers), about (JSON: what record.py ran and measured)
 
-safetensors holds tensors and text only, so a file from elsewhere runs no code; what it says is checked before it is
-used. Layers without columns have no position and no count.
+Layers of `DistanceIndex` without columns have no position and no count. Those of `RowIndex` have a mask of one bit a
+span, the tokens of a span as layer_00.span int64 [], and row bits where the pattern chooses rows. safetensors holds
+tensors and text only, so a file from elsewhere runs no code; what it says is checked before it is used.
 """
 
 import json
@@ -16,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mtraining_nns.errors import UserError
-from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
+from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex, Index, RowIndex, packed, unpacked
 
 FORMAT = "1"
 FIX = "; record it again: mtraining record --help"
@@ -26,7 +28,7 @@ FIX = "; record it again: mtraining record --help"
 class Recording:
     """Indices by layer of one global sequence, and what they came from: plain JSON values."""
 
-    indices: dict[int, DistanceIndex]
+    indices: dict[int, Index]
     seq_len: int
     about: dict
 
@@ -74,28 +76,62 @@ class Recording:
         return cls(indices=indices, seq_len=seq_len, about=about)
 
 
-def _parts(index: DistanceIndex) -> dict[str, torch.Tensor]:
+def _parts(index: Index) -> dict[str, torch.Tensor]:
+    if isinstance(index, RowIndex):
+        spans = index.mask.shape[-1]
+        parts = {
+            "mask": packed(torch.nn.functional.pad(index.mask, (0, -spans % 32))),
+            "span": torch.tensor(index.span),
+        }
+        return parts if index.row_bits is None else parts | {"row_bits": index.row_bits}
     if index.columns is None:
         return {"hit": index.hit}
     return {"hit": index.hit, "position": index.columns.position, "count": index.columns.count}
 
 
-def _index(tensors: dict[str, torch.Tensor], layer: int, seq_len: int, block: int) -> DistanceIndex:
+def _index(tensors: dict[str, torch.Tensor], layer: int, seq_len: int, block: int) -> Index:
     """A layer's index; KeyError or ValueError for what no operator could have made."""
     if seq_len < 1 or block < 1:
         raise ValueError(f"seq_len and block must be at least 1, got {seq_len} and {block}")
-    name, hit = _name(layer), tensors[f"{_name(layer)}.hit"]
-    blocks = -(-seq_len // block)
+    name = _name(layer)
+    parts = {part.removeprefix(f"{name}."): x for part, x in tensors.items() if part.startswith(f"{name}.")}
+    return (_row_index if "mask" in parts else _distance_index)(name, parts, seq_len, block)
+
+
+def _distance_index(name: str, parts: dict[str, torch.Tensor], seq_len: int, block: int) -> DistanceIndex:
+    if "hit" not in parts:
+        raise KeyError(f"{name}.hit")
+    hit, blocks = parts["hit"], -(-seq_len // block)
     if hit.dtype != torch.bool or hit.dim() != 3 or hit.shape[2] < blocks or not hit[..., 0].all():
         raise ValueError(
             f"{name}.hit must be bool [B, N, at least {blocks}] with distance 0 kept, got {hit.dtype} {list(hit.shape)}"
         )
     columns = None
-    if f"{name}.position" in tensors:
-        position, count = tensors[f"{name}.position"], tensors[f"{name}.count"]
-        _check_columns(name, position, count, hit, seq_len)
-        columns = ColumnIndex(position=position, count=count, hit=hit, block=block)
+    if "position" in parts:
+        if "count" not in parts:
+            raise KeyError(f"{name}.count")
+        _check_columns(name, parts["position"], parts["count"], hit, seq_len)
+        columns = ColumnIndex(position=parts["position"], count=parts["count"], hit=hit, block=block)
     return DistanceIndex(hit=hit, block=block, columns=columns)
+
+
+def _row_index(name: str, parts: dict[str, torch.Tensor], seq_len: int, block: int) -> RowIndex:
+    if "span" not in parts:
+        raise KeyError(f"{name}.span")
+    mask, span, blocks = parts["mask"], int(parts["span"]), -(-seq_len // block)
+    if span < 1 or span % block:
+        raise ValueError(f"{name}.span must be a multiple of block {block}, got {span}")
+    spans = -(-blocks * block // span)
+    words = -(-spans // 32)
+    if mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[2:] != (blocks, words):
+        raise ValueError(f"{name}.mask must be int32 [B, N, {blocks}, {words}], got {mask.dtype} {list(mask.shape)}")
+    bits = parts.get("row_bits")
+    if bits is not None and (bits.dtype != torch.int32 or bits.shape != (*mask.shape[:2], seq_len, words)):
+        raise ValueError(
+            f"{name}.row_bits must be int32 {[*mask.shape[:2], seq_len, words]}, got {bits.dtype} {list(bits.shape)}"
+        )
+    starts = torch.arange(0, blocks * block, block, dtype=torch.int32)
+    return RowIndex(mask=unpacked(mask)[..., :spans], starts=starts, block=block, span=span, row_bits=bits)
 
 
 def _check_columns(name: str, position, count, hit, seq_len: int) -> None:

@@ -96,7 +96,7 @@ class ParallelConfig:
     dp: int = 1
     ring: Literal["auto", "flat", "hierarchical"] = "auto"  # auto: hierarchical where a ring spans equal nodes
     inner: int | None = None  # hierarchical: ranks of an inner circle; None: the ranks of a node
-    inner_mode: Literal["ring", "gather"] = "ring"  # keys within a node: hop by hop, or all together
+    inner_mode: Literal["auto", "ring", "gather"] = "auto"  # keys within a node: hop by hop, or several ranks' a hop
     zero: Literal[2, 3] = 2  # 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
     offload: bool = False  # optimizer states in host memory
     timeout_s: int = 600  # for one exchange between ranks

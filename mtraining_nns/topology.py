@@ -3,12 +3,17 @@
 nodes a a a a b b b b, cp 8      hierarchical, inner 4
 nodes a a a a b b b b, cp 4      flat: no ring leaves its node
 nodes a a b b b, cp 5            flat: nodes hold 2 and 3 ranks; asked for hierarchical, an error
+
+Within a node, among three ranks or more, keys are gathered by default: each hop costs a pass over queries and sums, so
+few hops with the keys of several ranks beat many (docs/benchmarks.md, compute of one rank).
 """
 
 import itertools
 from typing import NamedTuple
 
 from mtraining_nns.errors import UserError
+
+GATHER_FROM = 3  # ranks of an inner circle; of two, both modes have two hops
 
 
 class Shape(NamedTuple):
@@ -25,7 +30,7 @@ def ring_shape(parallel, nodes: list[str]) -> Shape:
     """
     if parallel.ring == "flat" or parallel.cp == 1:
         return Shape(None, "asked for" if parallel.ring == "flat" else "a ring of one")
-    rings = [nodes[first : first + parallel.cp] for first in range(0, len(nodes), parallel.cp)]
+    rings = _rings(parallel, nodes)
     if parallel.inner is not None:
         _check_inner(parallel.inner, rings)
         return Shape(parallel.inner, f"parallel.inner={parallel.inner}")
@@ -42,6 +47,18 @@ def ring_shape(parallel, nodes: list[str]) -> Shape:
             " parallel.ring=flat"
         )
     return Shape(None, f"ranks by node are {named}")
+
+
+def inner_mode(parallel, inner: int | None, nodes: list[str]) -> str:
+    """How keys get around an inner circle of `inner` ranks, or a flat ring: one of ring.MODES."""
+    if parallel.inner_mode != "auto":
+        return parallel.inner_mode
+    within = inner is not None or all(len(_runs(ring)) == 1 for ring in _rings(parallel, nodes))
+    return "gather" if within and (inner or parallel.cp) >= GATHER_FROM else "ring"
+
+
+def _rings(parallel, nodes: list[str]) -> list[list[str]]:
+    return [nodes[first : first + parallel.cp] for first in range(0, len(nodes), parallel.cp)]
 
 
 def _runs(ring: list[str]) -> list[tuple[str, int]]:

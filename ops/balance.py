@@ -13,7 +13,8 @@
 Pairs of blocks are counted by correlation along the distance of blocks, so no table over pairs of blocks is made: a
 sequence of n blocks costs n log n for each rank. All counts are whole numbers in float64, hence exact.
 
-A RowIndex holds the pairs of blocks of one rank anyway, and is counted from them, a head at a time. Another form of
+A RowIndex holds the pairs of blocks anyway, and is counted from them, a head at a time: that of one rank for this rank,
+that of a whole sequence for every rank of any layout. Another form of
 index joins by an entry in PAIRS_BY_KEY. Not for the operator itself: `work` waits for the device.
 Letters: R ranks asked for, W ranks of the ring, n global blocks with real tokens.
 """
@@ -68,7 +69,7 @@ def work(index: Index, layout: Layout, holds: torch.Tensor) -> torch.Tensor:
     """float64 [R, hops]: query-key pairs of R ranks at each hop, over all heads.
 
     holds: int64 [R, hops], rows of `schedule`; a rank's first hop is its own keys. The sum over the hops is
-    `index.kept_pairs` of the rank. A RowIndex counts its own rank alone. On the index's device.
+    `index.kept_pairs` of the rank. A RowIndex counts the ranks whose query blocks it has. On the index's device.
     """
     device = index.device
     starts = torch.arange(0, layout.seq_len, layout.block)
@@ -92,16 +93,16 @@ def _by_distance(index: DistanceIndex, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _by_row(index: RowIndex, rows: torch.Tensor) -> torch.Tensor:
-    """The same for the one rank whose choice the index is, R = 1."""
+    """The same for ranks whose query blocks the index has."""
     blocks = rows.shape[1]
     own = (index.starts.long() // index.block).clamp_max(blocks)  # padding goes to the last place, which has no rows
-    tokens = torch.nn.functional.pad(rows[0], (0, 1))[own]
+    rows_of_own = torch.nn.functional.pad(rows, (0, 1))[:, own]
     starts = torch.arange(blocks, device=rows.device) * index.block
     earlier = starts < index.starts[:, None]
-    pairs = torch.zeros_like(rows[0])
+    pairs = torch.zeros_like(rows)
     for head in range(index.mask.shape[1]):
-        seen = index.heads(slice(head, head + 1)).rows_that_see(tokens).sum((0, 1)).double()
-        pairs += (seen[:, starts // index.span] * earlier).sum(0)
+        seen = index.heads(slice(head, head + 1)).rows_that_see(rows_of_own.sum(0)).sum((0, 1)).double()
+        pairs += (rows_of_own > 0).double() @ (seen[:, starts // index.span] * earlier)
     return pairs * index.block + _diagonal(rows, index.mask)
 
 

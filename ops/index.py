@@ -29,6 +29,12 @@ def packed(flags: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """bool [..., 32 * W] of int32 [..., W]: the inverse of `packed`."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & 1 == 1).flatten(-2)
+
+
 class Lists(NamedTuple):
     """count int32 [B, N, rows]; index int32 [B, N, rows, width], ascending, undefined past count.
 
@@ -186,6 +192,11 @@ class DistanceIndex:
         """Where the index lies."""
         return self.hit.device
 
+    @property
+    def head_count(self) -> int:
+        """Query heads, over the batch."""
+        return self.hit.shape[0] * self.hit.shape[1]
+
     @classmethod
     def keep_all(cls, batch: int, heads: int, blocks: int, block: int, device) -> "DistanceIndex":
         """Every causal block."""
@@ -218,8 +229,7 @@ class DistanceIndex:
     def density(self, seq_len: int) -> torch.Tensor:
         """float64 scalar in (0, 1]: kept pairs over causal pairs."""
         starts = torch.arange(0, seq_len, self.block, device=self.hit.device, dtype=torch.int32)
-        heads = self.hit.shape[0] * self.hit.shape[1]
-        return self.kept_pairs(starts, seq_len) / (heads * seq_len * (seq_len + 1) / 2)
+        return self.kept_pairs(starts, seq_len) / (self.head_count * seq_len * (seq_len + 1) / 2)
 
     def to(self, *args, **kwargs) -> "DistanceIndex":
         """The same index with its tensors moved."""
@@ -265,6 +275,11 @@ class RowIndex:
         """Where the index lies."""
         return self.mask.device
 
+    @property
+    def head_count(self) -> int:
+        """Query heads, over the batch."""
+        return self.mask.shape[0] * self.mask.shape[1]
+
     def blocks(self, q_starts: torch.Tensor, k_starts: torch.Tensor, *, diagonal: bool) -> BlockIndex:
         """Lists of one ring step. q_starts: those of the index."""
         assert len(q_starts) == self.mask.shape[2], "an index of other query blocks"
@@ -284,8 +299,7 @@ class RowIndex:
         rows = (seq_len - q_starts.double()).clamp(0, self.block)
         spans = torch.arange(self.mask.shape[-1], device=self.device) * self.span
         earlier = (q_starts[:, None] - spans).clamp(0, self.span)  # tokens of a span before the query block
-        heads = self.mask.shape[0] * self.mask.shape[1]
-        return (self.rows_that_see(rows) * earlier).sum() + heads * (rows * (rows + 1) / 2).sum()
+        return (self.rows_that_see(rows) * earlier).sum() + self.head_count * (rows * (rows + 1) / 2).sum()
 
     def density(self, seq_len: int) -> torch.Tensor:
         """float64 scalar in (0, 1]: kept pairs over causal pairs of this rank's own rows, 0 if all are padding.
@@ -294,8 +308,7 @@ class RowIndex:
         """
         first, last = self.starts.double(), (self.starts.double() + self.block).clamp_max(seq_len)
         causal = torch.where(first < seq_len, last * (last + 1) - first * (first + 1), 0.0).sum() / 2
-        heads = self.mask.shape[0] * self.mask.shape[1]
-        return self.kept_pairs(self.starts, seq_len) / (heads * causal).clamp_min(1)
+        return self.kept_pairs(self.starts, seq_len) / (self.head_count * causal).clamp_min(1)
 
     def to(self, *args, **kwargs) -> "RowIndex":
         """The same index with its tensors moved."""

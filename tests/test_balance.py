@@ -85,6 +85,20 @@ def test_work_of_a_rank_that_chooses_for_every_row(kind, seq_len, span, bits):
         assert sum(expected) == index.kept_pairs(layout.block_starts(rank), seq_len).item()
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("seq_len, span, bits", [(197, 16, False), (197, 48, True)])
+def test_rows_of_a_whole_sequence_tell_the_work_of_every_rank(kind, seq_len, span, bits):
+    whole, layout = Layout(seq_len=seq_len, block=16), Layout(kind=kind, world=4, seq_len=seq_len, block=16)
+    index = row_index(whole, 0, span, bits=bits)
+    pairs = row_pairs(index, whole, 0, seq_len)[..., :seq_len, :]
+    holds = balance.schedule(4, 2)
+    owner = torch.empty(seq_len, dtype=torch.long)
+    for rank in range(4):
+        owner[real(layout, rank)] = rank
+    expected = [[pairs[..., owner == r, :][..., owner == s].sum().item() for s in holds[r].tolist()] for r in range(4)]
+    assert balance.work(index, layout, holds).tolist() == expected
+
+
 @pytest.mark.parametrize("world, inner", RINGS)
 def test_every_rank_meets_every_key_once_and_its_own_first(world, inner):
     holds = balance.schedule(world, inner)

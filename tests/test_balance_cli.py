@@ -12,6 +12,7 @@ from tiny_model import save_llama
 from mtraining_nns import cli
 from mtraining_nns.balance import Inputs, compare
 from mtraining_nns.errors import UserError
+from mtraining_nns.ops.index import RowIndex
 from mtraining_nns.ops.ring import Ring
 from mtraining_nns.recording import Recording
 
@@ -58,6 +59,52 @@ def test_record_and_balance_round_trip(file, tmp_path, capsys):
     for case, expected in zip(mine, cases):
         assert tuple(case[name] for name in ("worker", "step", "critical")) == expected.measures
         assert case["density"] == pytest.approx(sum(x["density"] for x in about["layers"]) / 2)
+
+
+ROWS = {
+    "xattention": ["attention.pattern=xattention", "attention.stride=4", "attention.threshold=0.6"],
+    "moba": ["attention.pattern=moba", "attention.chunk=32", "attention.top_k=2"],
+}
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def file_of_rows(recorded, request):
+    out = recorded / f"{request.param}.safetensors"
+    words = [recorded / "model", recorded / "text.txt", "--out", out, "--seq-len", "200", "--rope-theta", "1e5"]
+    settings = ["--rows", "8", "attention.block=16", "attention.dense_layers=[0]", *ROWS[request.param]]
+    assert cli.main(["record", *map(str, words), *settings]) == 0
+    return out
+
+
+def test_patterns_that_choose_for_every_row_are_recorded(file_of_rows, tmp_path, capsys):
+    """Two layers, the first of them dense."""
+    recording = Recording.load(file_of_rows)
+    dense, index = recording.indices.values()
+    found = recording.about["layers"]
+    assert found[0]["density"] == dense.density(200).item() == 1 and isinstance(index, RowIndex)
+    assert 0.1 < index.density(200).item() == found[1]["density"] < 0.9
+    words = ["--world", "2,4", "--layout", "zigzag,striped", "--indices", str(file_of_rows), "--out", str(tmp_path)]
+    assert cli.main(["balance", *words]) == 0
+    for case in json.loads((tmp_path / "results.json").read_text())["cases"]:
+        assert case["density"] == pytest.approx((1 + found[1]["density"]) / 2)
+    recording.save(tmp_path / "again.safetensors")
+    again = load_file(tmp_path / "again.safetensors")
+    assert all(torch.equal(x, again[name]) for name, x in load_file(file_of_rows).items())
+
+
+@pytest.mark.parametrize("part, change", [("span", 1), ("mask", 0), ("row_bits", 0)])
+def test_damaged_rows_are_refused(file_of_rows, part, change, tmp_path, capsys):
+    from safetensors import safe_open
+
+    with safe_open(file_of_rows, "pt") as opened:
+        metadata = opened.metadata()
+    tensors, name = load_file(file_of_rows), f"layer_01.{part}"
+    if name not in tensors:
+        pytest.skip("this pattern chooses whole blocks")
+    tensors[name] = tensors[name] + 1 if change else tensors[name][:, :, 1:].contiguous()
+    save_file(tensors, tmp_path / "other.safetensors", metadata)
+    error = fails(capsys, "balance", "--world", "2", "--indices", tmp_path / "other.safetensors")
+    assert f"{name} must be" in error and "mtraining record" in error
 
 
 def test_recorded_indices_are_those_of_the_operator(recorded, file):
@@ -199,7 +246,7 @@ def test_what_is_no_recording_is_refused(file, tmp_path, capsys):
         (["--rope-theta", "-1"], ["rope_theta must be a positive number"]),
         (["--rows", "0"], ["--rows must be at least 1"]),
         (["attention.p_v=2"], ["attention.p_v must lie in (0, 1], got 2"]),
-        (["attention.pattern=xattention"], ["attention.pattern", "xattention", "vertical_slash"]),
+        (["attention.pattern=longformer"], ["attention.pattern", "longformer", "xattention"]),
         (["attention.pv=0.9"], ["attention.pv", "p_v"]),
         (["train.steps=2"], ["record takes attention.key=value", "train.steps=2"]),
     ],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtraining_nns.errors import UserError
-from mtraining_nns.topology import ring_shape
+from mtraining_nns.topology import inner_mode, ring_shape
 
 
 def shape(nodes: str, cp: int, ring: str = "auto", inner: int | None = None):
@@ -28,6 +28,25 @@ def shape(nodes: str, cp: int, ring: str = "auto", inner: int | None = None):
 )
 def test_auto_is_hierarchical_on_equal_nodes(nodes, cp, expected):
     assert shape(nodes, cp).inner == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cp", "expected"),
+    [
+        ("aaaabbbb", 8, "gather"),
+        ("aaaa", 4, "gather"),
+        ("aaaabbbb", 4, "gather"),
+        ("aabb", 2, "ring"),
+        ("aabb", 4, "ring"),  # inner circles of two
+        ("aabbb", 5, "ring"),  # a flat ring across nodes
+        ("abcd", 4, "ring"),
+    ],
+)
+def test_auto_gathers_within_nodes(nodes, cp, expected):
+    parallel = SimpleNamespace(cp=cp, inner_mode="auto")
+    assert inner_mode(parallel, shape(nodes, cp).inner, list(nodes)) == expected
+    for asked in ("ring", "gather"):
+        assert inner_mode(SimpleNamespace(cp=cp, inner_mode=asked), shape(nodes, cp).inner, list(nodes)) == asked
 
 
 def test_uneven_nodes_are_named():

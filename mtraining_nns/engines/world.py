@@ -21,7 +21,7 @@ from mtraining_nns.errors import UserError
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import Ring, RingError
 from mtraining_nns.ops.watch import Watch
-from mtraining_nns.topology import Shape, ring_shape
+from mtraining_nns.topology import Shape, inner_mode, ring_shape
 
 GRACE = timedelta(seconds=60)
 
@@ -67,11 +67,13 @@ def start(parallel):
     if joined:
         _join(process, device, timeout)
     try:
-        shape = ring_shape(parallel, _nodes(process))
+        nodes = _nodes(process)
+        shape = ring_shape(parallel, nodes)
         if device.type == "cuda" and parallel.cp > 1:
             # it knows layer and hop, so it speaks before the library that moves the bytes gives up
             watch, timeout = _watch(seconds), timeout + GRACE
-        ring = Ring.create(parallel.cp, timeout, inner=shape.inner, mode=parallel.inner_mode, watch=watch)
+        mode = inner_mode(parallel, shape.inner, nodes)
+        ring = Ring.create(parallel.cp, timeout, inner=shape.inner, mode=mode, watch=watch)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         rank = dist.get_rank()
         yield World(device, rank, rank // parallel.cp, ring, mesh, _about(ring, shape))

@@ -6,7 +6,7 @@ device once a query block; use the Triton backend there. Scores and sums are fp3
 
 import torch
 
-from mtraining_nns.ops.index import BlockIndex
+from mtraining_nns.ops.index import BlockIndex, unpacked
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
 from mtraining_nns.ops.merge import Partial, merge
 
@@ -115,13 +115,11 @@ def _bits(index: BlockIndex, tokens, listed):
 
 def _column_rows(q, keys: Keys):
     tiles, block = keys.columns.tiles, keys.blocks.block
-    shifts = torch.arange(32, device=q.device)
     for i in range(tiles.visible.shape[2]):
         tokens = slice(i * block, min((i + 1) * block, q.shape[1]))
         width = int(tiles.visible[:, :, i].max())
         if width:
-            words = tiles.bits[:, :, i, : -(-width // 32), None]
-            seen = ((words >> shifts) & 1 == 1).flatten(-2)[..., :width]
+            seen = unpacked(tiles.bits[:, :, i, : -(-width // 32)])[..., :width]
             yield _Row(tokens, seen[:, :, None].expand(-1, -1, tokens.stop - tokens.start, -1))
 
 
