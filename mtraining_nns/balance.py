@@ -13,7 +13,7 @@ import torch
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops import balance
-from mtraining_nns.ops.config import LAYOUTS
+from mtraining_nns.ops.config import LAYOUTS, AttentionConfig, shortest
 from mtraining_nns.ops.cost import Times, predict_ms
 from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
@@ -33,11 +33,11 @@ class Inputs:
         if kind not in LAYOUTS:
             raise UserError(f"--layout must be of {', '.join(LAYOUTS)}, got {kind!r}")
         try:
-            geometry = {"block": self.indices[0].block, "granularity": self.granularity}
-            layout = Layout(seq_len=self.seq_len, world=world, kind=kind, **geometry)
+            config = AttentionConfig(layout=kind, block=self.indices[0].block, granularity=self.granularity, stride=1)
+            layout = Layout.of(config, self.seq_len, world)
         except ValueError as error:
             raise UserError(f"{error}; change --granularity or --world") from error
-        needed, share = _smallest(layout)
+        needed, share = shortest(config, self.seq_len, world)
         if self.seq_len < needed:
             raise UserError(
                 f"--world {world} and layout {kind} give each rank {share}, so the sequence must have at least"
@@ -116,12 +116,3 @@ def _case(inputs: Inputs, layout: Layout, inner: int | None, times: Times | None
         density=work.sum().item() / (heads * inputs.seq_len * (inputs.seq_len + 1) / 2),
         predicted_ms=None if times is None else predict_ms(times, work, inner),
     )
-
-
-def _smallest(layout: Layout) -> tuple[int, str]:
-    """(tokens below which a rank would go without, what each rank gets), as training asks for them."""
-    if layout.kind == "striped":
-        return layout.world * layout.stripe, f"a stripe of {layout.stripe} tokens"
-    if layout.kind == "zigzag":
-        return 2 * layout.world * layout.block, f"two chunks of at least {layout.block} tokens"
-    return (layout.world - 1) * layout.chunk + 1, f"a part of {layout.chunk} tokens"

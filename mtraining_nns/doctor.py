@@ -16,7 +16,7 @@ from mtraining_nns import __version__, engines, environment
 # label, module, distribution, what for
 OPTIONAL = (
     ("triton", "triton", "triton", "GPU kernels"),
-    ("flash-attn-4", "flash_attn.cute", "flash-attn-4", "dense and block-sparse kernels on Hopper and newer"),
+    ("flash-attn-4", "flash_attn.cute", "flash-attn-4", "dense and block-sparse kernels on Hopper"),
     ("flash-attn", "flash_attn", "flash-attn", "dense kernels on Ampere and newer"),
     ("block-sparse-attn", "block_sparse_attn", "block-sparse-attn", "block-sparse kernels on Ampere and newer"),
     ("vllm", "vllm", "vllm", "evaluation"),

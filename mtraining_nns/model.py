@@ -28,6 +28,12 @@ from mtraining_nns.weights import load_folder
 LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
 class CausalLMLoss(nn.Module):
     """A causal LM that returns its summed loss instead of logits, so that no S x V tensor is made.
 
@@ -70,6 +76,11 @@ def build_config(recipe, manifest: dict):
         raise UserError(
             f"model.max_position_embeddings={trained} is below train.seq_len={recipe.train.seq_len};"
             " raise it or leave it out"
+        )
+    beyond = [layer for layer in recipe.attention.dense_layers if layer >= config.num_hidden_layers]
+    if beyond:
+        raise UserError(
+            f"attention.dense_layers names layer {beyond[0]}, the model has layers 0 to {config.num_hidden_layers - 1}"
         )
     return with_rope(config, recipe.model.rope, base_length=length, trained_length=trained)
 
@@ -150,6 +161,8 @@ def _fresh_config(init: dict):
         is_size = type(defaults.get(name)) is int and not name.endswith("_token_id")
         if is_size and type(value) is not int:
             raise UserError(f"model.init.{name} must be int, got {value!r}")
+        if name in SIZES and type(value) is int and value < 1:
+            raise UserError(f"model.init.{name} must be at least 1, got {value}; leave it out for the default")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

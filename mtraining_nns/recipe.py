@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from mtraining_nns import recipe_yaml
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.errors import UserError
-from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.config import AttentionConfig, shortest
 from mtraining_nns.sections import (
     CheckpointConfig,
     DataConfig,
@@ -108,17 +108,12 @@ def _check_inner(parallel: ParallelConfig, cp: int) -> None:
 
 
 def _check_every_rank_has_tokens(attention: AttentionConfig, seq_len: int, cp: int) -> None:
-    if attention.layout == "striped":
-        needed, unit = cp * attention.stripe, f"a stripe of attention.granularity={attention.stripe}"
-    elif attention.layout == "zigzag":
-        needed, unit = 2 * cp * attention.block, f"two chunks of attention.block={attention.block} or more"
-    else:
-        chunk = attention.block * -(-seq_len // (attention.block * cp))
-        needed, unit = (cp - 1) * chunk + 1, f"a token of its contiguous chunk of {chunk}"
+    needed, share = shortest(attention, seq_len, cp)
     if seq_len < needed:
         raise UserError(
-            f"layout {attention.layout} gives each of parallel.cp={cp} ranks {unit}, so train.seq_len must be at least"
-            f" {needed}, got {seq_len}; use fewer ranks, smaller blocks or longer sequences"
+            f"layout {attention.layout} gives each of parallel.cp={cp} ranks {share}, so train.seq_len must be at least"
+            f" {needed}, got {seq_len}; use fewer ranks, a smaller attention.block or attention.granularity, or longer"
+            " sequences"
         )
 
 

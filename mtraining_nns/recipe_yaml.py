@@ -97,7 +97,7 @@ def convert(value, hint, key: str):
     >>> convert(1, float, "train.lr"), convert([0, 1], tuple[int, ...], "attention.dense_layers")
     (1.0, (0, 1))
     """
-    for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+    for option in typing.get_args(hint) if _is_union(hint) else (hint,):
         try:
             return _as(value, option)
         except (TypeError, ValueError):
@@ -124,15 +124,20 @@ def _as(value, hint):
     return value if type(value) is hint else _mismatch()
 
 
+def _is_union(hint) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
 def _mismatch():
     raise TypeError
 
 
 def _words(hint) -> str:
-    if isinstance(hint, types.UnionType):
+    if _is_union(hint):
         return " or ".join(_words(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(str(option) for option in typing.get_args(hint))
+        options = [str(option) for option in typing.get_args(hint)]
+        return f"one of {', '.join(options)}" if len(options) > 1 else options[0]
     if typing.get_origin(hint) is tuple:
         args = typing.get_args(hint)
         count = "" if args[-1] is Ellipsis else f"{len(args)} "

@@ -14,6 +14,7 @@ The index of the forward pass is the index of the backward pass. Under activatio
 the second run takes the first one's index from a small store instead of estimating again (see `IndexStore`).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,18 +58,18 @@ class Operator:
         seq_len: global length; without it the sequence is q's own, which only a ring of one has.
         scale: of the scores, D ** -0.5 by default.
         """
+        self._check(q, k, v, seq_len)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if not scale > 0:
-            raise ValueError(f"scale must be positive, got {scale}; leave it out for 1 / sqrt(head dim)")
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be positive and finite, got {scale}; leave it out for 1 / sqrt(head dim)")
         q, k, v = (x.contiguous() for x in _one_dtype(q, k, v))
+        layout = Layout(seq_len=q.shape[1], block=self.config.block) if seq_len is None else self.layout(seq_len)
+        self._agree(layer, (layout.seq_len, *q.shape, k.shape[2], q.element_size()))
 
         def build():
             with placing(f"estimate of layer {layer}"):
                 return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
 
-        layout = self.layout(seq_len) if seq_len else Layout(seq_len=q.shape[1], block=self.config.block)
-        self._check(q, k, v, layout, seq_len)
-        self._agree(layer, (seq_len or q.shape[1], *q.shape, k.shape[2], q.element_size()))
         with torch.autocast(q.device.type, enabled=False):
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
@@ -143,20 +144,25 @@ class Operator:
         config = self.config
         return config.pattern == "dense" or layer in config.dense_layers or seq_len < config.dense_below
 
-    def _check(self, q, k, v, layout: Layout, seq_len: int | None) -> None:
+    def _check(self, q, k, v, seq_len: int | None) -> None:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not q.dim() == k.dim() == 4 or k.shape != v.shape or 0 in q.shape + k.shape:
+            raise ValueError(f"expected q [B, S, N, D] and k, v [B, S, H, D], none of them empty, got {shapes}")
+        if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+            raise ValueError(f"expected batch and head dim of q and k alike and N a multiple of H, got {shapes}")
+        if not q.is_floating_point():
+            raise ValueError(f"expected floating-point q, k and v, got {q.dtype}")
         if self.ring.world > 1 and seq_len is None:
             raise ValueError(f"a ring of {self.ring.world} ranks needs seq_len, the global length of the sequence")
-        expected = q.shape[1] if seq_len is None else layout.local_len
-        if q.shape[1] != expected or k.shape[1] != expected:
+        if seq_len is None:
+            if k.shape[1] != q.shape[1]:
+                raise ValueError(f"self-attention needs as many keys as queries, got {shapes}")
+            return
+        layout = self.layout(seq_len)
+        if not q.shape[1] == k.shape[1] == layout.local_len:
             raise ValueError(
-                f"rank {self.ring.rank} of {self.ring.world} holds {expected} tokens of a sequence of {seq_len}"
-                f" ({layout.kind}, block {layout.block}), got q {tuple(q.shape)}, k {tuple(k.shape)};"
-                " shard with Layout.shard"
-            )
-        if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-            raise ValueError(
-                f"expected q [B, S, N, D] and k, v [B, S, H, D] with N a multiple of H,"
-                f" got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+                f"rank {self.ring.rank} of {self.ring.world} holds {layout.local_len} tokens of a sequence of {seq_len}"
+                f" ({layout.kind}, block {layout.block}), got {shapes}; shard with Layout.shard"
             )
 
     def _agree(self, layer: int, sizes: tuple[int, ...]) -> None:

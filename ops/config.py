@@ -5,6 +5,7 @@ exported checkpoint. It describes the model, never the machine, except `backend`
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 PATTERNS = ("dense", "vertical_slash", "xattention", "moba")
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -39,7 +40,7 @@ class AttentionConfig:
     chunk: int = 4096  # moba: keys that a query takes or leaves together
     top_k: int = 12  # moba: chunks of each query, its own included
     dense_layers: tuple[int, ...] = ()  # layers that keep every key
-    dense_below: int | str = 0  # global sequences shorter than this keep every key; "auto": the measured crossover
+    dense_below: int | Literal["auto"] = 0  # shorter global sequences keep every key; "auto": the measured crossover
     backend: str = "auto"
     deterministic: bool = False
 
@@ -61,10 +62,15 @@ class AttentionConfig:
             )
         for name in ("p_v", "p_s", "threshold"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"attention.{name} must lie in (0, 1], got {getattr(self, name)}")
+                raise ValueError(
+                    f"attention.{name} must lie in (0, 1], got {getattr(self, name)}; 1 keeps everything, or leave it"
+                    " out for the default"
+                )
         for name in ("k_v", "k_s", "cap", "last_q", "stride", "chunk", "top_k"):
             if getattr(self, name) < 1:
-                raise ValueError(f"attention.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"attention.{name} must be at least 1, got {getattr(self, name)}; leave it out for the default"
+                )
         if self.block % self.stride:
             raise ValueError(
                 f"attention.block must be a multiple of attention.stride, got block={self.block},"
@@ -75,12 +81,10 @@ class AttentionConfig:
                 f"attention.chunk must be a multiple of attention.block, got chunk={self.chunk}, block={self.block};"
                 " lower the block or raise the chunk"
             )
-        if isinstance(self.dense_below, str) and self.dense_below != "auto":
-            raise ValueError(f"attention.dense_below must be a length or auto, got {self.dense_below!r}")
         for name in ("sinks", "local", "dense_below"):
             value = getattr(self, name)
             if value != "auto" and value < 0:
-                raise ValueError(f"attention.{name} must not be negative, got {value}")
+                raise ValueError(f"attention.{name} must not be negative, got {value}; use 0 for none")
         if any(type(layer) is not int or layer < 0 for layer in self.dense_layers):
             raise ValueError(f"attention.dense_layers must list layer numbers from 0, got {list(self.dense_layers)}")
 
@@ -95,17 +99,32 @@ class AttentionConfig:
         return self.granularity or self.block
 
 
+def shortest(config: AttentionConfig, seq_len: int, world: int) -> tuple[int, str]:
+    """(tokens below which a rank of a ring would go without any, what each rank gets).
+
+    >>> shortest(AttentionConfig(layout="striped"), 1000, 8)
+    (1024, 'a stripe of 128 tokens')
+    """
+    if config.layout == "striped":
+        return world * config.stripe, f"a stripe of {config.stripe} tokens"
+    if config.layout == "zigzag":
+        return 2 * world * config.block, f"two chunks of at least {config.block} tokens"
+    chunk = config.block * -(-seq_len // (config.block * world))
+    return (world - 1) * chunk + 1, f"a part of {chunk} tokens"
+
+
 def _check_type(name: str, value, expected: type) -> None:
     """bool is no number here, and a whole number will do for a share."""
     kinds = {
         float: (float, int),
         int | None: (int, type(None)),
-        int | str: (int, str),
+        int | Literal["auto"]: (int, "auto"),
         tuple[int, ...]: (tuple,),
     }.get(expected, (expected,))
-    if type(value) not in kinds:
-        names = " or ".join({tuple: "a list", type(None): "null"}.get(kind, kind.__name__) for kind in kinds)
-        raise ValueError(f"attention.{name} must be {names}, got {value!r} ({type(value).__name__})")
+    if type(value) not in kinds and not (isinstance(value, str) and value in kinds):
+        names = {tuple: "a list", type(None): "null", "auto": "auto"}
+        words = " or ".join(names[kind] if kind in names else kind.__name__ for kind in kinds)
+        raise ValueError(f"attention.{name} must be {words}, got {value!r} ({type(value).__name__})")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

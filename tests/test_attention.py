@@ -223,8 +223,12 @@ BAD = {
     "k and v differ": (bad(v=(1, 64, 2, 8)), ["(1, 64, 2, 8)"]),
     "batch differs": (bad(k=(2, 64, 2, 16)), ["(2, 64, 2, 16)"]),
     "head dim differs": (bad(k=(1, 64, 2, 8)), ["(1, 64, 2, 8)"]),
-    "lengths differ": (bad(k=(1, 63, 2, 16)), ["64 tokens", "(1, 63, 2, 16)"]),
-    "more keys than queries": (bad(k=(1, 65, 2, 16)), ["64 tokens", "(1, 65, 2, 16)"]),
+    "lengths differ": (bad(k=(1, 63, 2, 16)), ["as many keys as queries", "(1, 63, 2, 16)"]),
+    "more keys than queries": (bad(k=(1, 65, 2, 16)), ["as many keys as queries", "(1, 65, 2, 16)"]),
+    "no batch": (bad(q=(64, 4, 16), k=(64, 2, 16)), ["q [B, S, N, D]", "(64, 4, 16)"]),
+    "nothing": (bad(q=(0, 64, 4, 16), k=(0, 64, 2, 16)), ["none of them empty", "(0, 64, 4, 16)"]),
+    "no head dim": (bad(q=(1, 64, 4, 0), k=(1, 64, 2, 0)), ["none of them empty"]),
+    "whole numbers": (tuple(x.int() for x in bad()), ["floating-point", "torch.int32"]),
 }
 
 
@@ -235,6 +239,12 @@ def test_wrong_shapes_name_what_was_got(name, pattern):
     with pytest.raises(ValueError) as error:
         operator(**FEW, pattern=pattern)(*tensors)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan")])
+def test_a_scale_is_positive_and_finite(scale):
+    with pytest.raises(ValueError, match="scale must be positive and finite"):
+        operator(**FEW)(*bad(), scale=scale)
 
 
 def test_a_ring_checks_the_shards_before_it_talks():
@@ -268,6 +278,8 @@ CONFIG_ERRORS = [
     ({"cap": 0}, "cap must be at least 1"),
     ({"last_q": 0}, "last_q must be at least 1"),
     ({"local": -1}, "local must not be negative"),
+    ({"dense_below": True}, "dense_below must be int or auto, got True"),
+    ({"dense_below": "yes"}, "dense_below must be int or auto, got 'yes'"),
     ({"dense_layers": (-1,)}, "dense_layers must list layer numbers"),
 ]
 

@@ -126,6 +126,8 @@ def test_rope_mistakes_are_named(tmp_path, rope, message):
     [
         ({"init": "{model_type: llama, hiden_size: 64}"}, "model.init.hiden_size is no .*did you mean hidden_size"),
         ({"init": "{model_type: llama, hidden_size: abc}"}, "model.init.hidden_size must be int, got 'abc'"),
+        ({"init": "{model_type: llama, head_dim: 0}"}, "model.init.head_dim must be at least 1, got 0"),
+        ({"init": "{model_type: llama, num_key_value_heads: 0}"}, "num_key_value_heads must be at least 1, got 0"),
         ({"init": "{model_type: lama}"}, "transformers knows no model.init.model_type='lama'"),
         ({"init": "{model_type: llama, vocab_size: 100}"}, "the model knows 100 tokens"),
         ({"max_position_embeddings": 100}, "max_position_embeddings=100 is below train.seq_len=256"),

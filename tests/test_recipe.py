@@ -111,7 +111,7 @@ LAUNCHES = [
     (["parallel.cp=2"], 4, ["parallel.cp=2", "needs 2 processes", "launched with 4"]),
     (["parallel.dp=3"], 4, ["parallel.dp=3", "divide the 4"]),
     (["train.seq_len=255"], 4, ["striped", "train.seq_len must be at least 256", "got 255"]),
-    (["train.seq_len=500", "attention.granularity=128"], 4, ["granularity=128", "at least 512"]),
+    (["train.seq_len=500", "attention.granularity=128"], 4, ["a stripe of 128 tokens", "at least 512"]),
     (["train.seq_len=500", "attention.layout=zigzag"], 4, ["zigzag", "at least 512", "got 500"]),
     (["train.seq_len=257", "attention.layout=contiguous"], 4, ["contiguous", "got 257"]),
     (["data.path=nowhere"], 1, ["data.path", "nowhere", "mtraining prepare"]),
