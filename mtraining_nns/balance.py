@@ -28,13 +28,13 @@ class Inputs:
     seq_len: int
     granularity: int | None = None
 
-    def layout(self, kind: str, world: int) -> Layout:
+    def layout(self, kind: str, world: int, inner: int | None = None) -> Layout:
         """UserError where a layout is unknown or a rank would have no share of the sequence."""
         if kind not in LAYOUTS:
             raise UserError(f"--layout must be of {', '.join(LAYOUTS)}, got {kind!r}")
         try:
             config = AttentionConfig(layout=kind, block=self.indices[0].block, granularity=self.granularity, stride=1)
-            layout = Layout.of(config, self.seq_len, world)
+            layout = Layout.of(config, self.seq_len, world, inner)
         except ValueError as error:
             raise UserError(f"{error}; change --granularity or --world") from error
         needed, share = shortest(config, self.seq_len, world)
@@ -90,7 +90,7 @@ def compare(inputs: Inputs, *, layouts, worlds, inner: int | None = None, times:
         if world < 1 or (inner is not None and (inner < 1 or world % inner)):
             raise UserError(f"--inner {inner} must divide every ring of --world, got {world}; change either")
     rings = [(world, level) for world in worlds for level in dict.fromkeys((None, inner))]
-    every = [(inputs.layout(kind, world), level) for kind in layouts for world, level in rings]
+    every = [(inputs.layout(kind, world, level), level) for kind in layouts for world, level in rings]
     return [_case(inputs, layout, level, times) for layout, level in every]
 
 

@@ -73,7 +73,7 @@ def _maps(cases):
 def map_of(kind: str, world: int, inner: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(rank, hop) float [n, n] that computes each query and key chunk of a short sequence; NaN above the diagonal."""
     chunks = MAP_CHUNKS * world
-    layout = Layout(seq_len=chunks, world=world, kind=kind, block=1)
+    layout = Layout(seq_len=chunks, world=world, kind=kind, block=1, inner=inner)
     owner, _ = layout.locate(torch.arange(chunks))
     hop_of = balance.schedule(world, inner).argsort(1)  # [rank, source] -> hop
     later = torch.ones(chunks, chunks, dtype=torch.bool).triu(1)

@@ -108,7 +108,7 @@ class Operator:
 
     def layout(self, seq_len: int) -> Layout:
         """Layout of a global sequence on this ring."""
-        return Layout.of(self.config, seq_len, self.ring.world)
+        return Layout.of(self.config, seq_len, self.ring.world, self.ring.node_size)
 
     def read_stats(self) -> dict[str, dict[int, float]]:
         """Of each layer's last call: density in (0, 1], capped heads, and work, the query-key pairs of this rank.

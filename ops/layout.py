@@ -5,6 +5,13 @@
     striped                    0 2 4 6       1 3 5 7       stripes of `granularity` tokens
     zigzag (4 chunks)          0 3           1 2           two mirrored chunks a rank
 
+    stripes on 2 nodes of 2    rank 0        rank 1        rank 2        rank 3
+    inner=2                    0 5 8 13      1 4 9 12      2 7 10 15     3 6 11 14
+
+In a hierarchical ring the keys of a hop do not lie equally far back for all ranks: inner circles turn back at the
+border of a node. So stripes turn, too, by one rank within each node from one round of stripes to the next: over the
+rounds every rank stands at every place of its node, and a hop is as much work for all.
+
 Sequences are padded at the end to the next length that every rank can share in whole blocks, so a local block of
 `block` tokens is always one global block. Padding comes after every real token, hence no causal query ever sees it.
 Token order is set once, in the collator; no layer shuffles.
@@ -20,7 +27,7 @@ from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Geometry of one global sequence of `seq_len` tokens over `world` ranks.
+    """Geometry of one global sequence of `seq_len` tokens over `world` ranks, `inner` of them a node or all in one.
 
     Raises ValueError for an unknown kind and for a granularity that is no multiple of the block.
     Source: Striped Attention (block-level stripes of MTraining, section 4.2) and zigzag ring attention.
@@ -31,21 +38,27 @@ class Layout:
     kind: str = "striped"
     block: int = 128
     granularity: int | None = None
+    inner: int | None = None
 
     def __post_init__(self):
         if self.kind not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.kind!r}")
         if self.seq_len < 1 or self.world < 1 or self.block < 1:
             raise ValueError(f"layout needs a length, world and block of at least 1, got {self}")
+        if self.inner is not None and (self.inner < 1 or self.world % self.inner):
+            raise ValueError(
+                f"nodes of {self.inner} ranks need a world of a multiple of {self.inner}, got {self.world}"
+            )
         if self.stripe % self.block:
             raise ValueError(
                 f"granularity must be a multiple of block, got granularity={self.stripe}, block={self.block}"
             )
 
     @classmethod
-    def of(cls, config: AttentionConfig, seq_len: int, world: int) -> "Layout":
-        """The layout that a config means for a global sequence on a ring of `world` ranks."""
-        return cls(seq_len=seq_len, world=world, kind=config.layout, block=config.block, granularity=config.stripe)
+    def of(cls, config: AttentionConfig, seq_len: int, world: int, inner: int | None = None) -> "Layout":
+        """The layout that a config means for a global sequence on a ring of `world` ranks, `inner` of them a node."""
+        geometry = {"kind": config.layout, "block": config.block, "granularity": config.stripe}
+        return cls(seq_len=seq_len, world=world, inner=inner, **geometry)
 
     @property
     def stripe(self) -> int:
@@ -87,7 +100,8 @@ class Layout:
             return torch.tensor([rank])
         if self.kind == "zigzag":
             return torch.tensor([rank, 2 * self.world - 1 - rank])
-        return torch.arange(rank, self.padded_len // self.chunk, self.world)
+        rounds, inner = torch.arange(self.padded_len // (self.chunk * self.world)), self.inner or 1
+        return rounds * self.world + rank // inner * inner + (rank - rounds) % inner
 
     def positions(self, rank: int, device=None) -> torch.Tensor:
         """int64 [local_len]: global position of each local token; values >= seq_len are padding. Do not write."""
@@ -113,7 +127,9 @@ class Layout:
         elif self.kind == "zigzag":
             rank, local = torch.minimum(chunk, 2 * self.world - 1 - chunk), (chunk >= self.world).to(chunk.dtype)
         else:
-            rank, local = chunk % self.world, chunk // self.world
+            local, place = chunk // self.world, chunk % self.world
+            inner = self.inner or 1
+            rank = place - place % inner + (place + local) % inner
         return rank, local * self.chunk + positions % self.chunk
 
     def permutation(self) -> torch.Tensor:

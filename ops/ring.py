@@ -111,6 +111,11 @@ class Ring(Circle):
         """(outer, inner); a flat ring is one inner circle."""
         return (Circle(), self) if self.inner is None else (self.outer, self.inner)
 
+    @property
+    def node_size(self) -> int | None:
+        """Ranks of a node, None where all are of one."""
+        return None if self.levels[0].world == 1 else self.inner.world
+
     def source(self, outer_step: int, inner_step: int) -> int:
         """Ring rank whose keys this rank holds at a step."""
         outer, inner = self.levels

@@ -54,7 +54,7 @@ def real(layout: Layout, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("world, inner", RINGS)
 @pytest.mark.parametrize("seq_len", [5, 200, 257, 384])
 def test_work_is_that_of_every_token_pair(kind, world, inner, seq_len):
-    layout = Layout(kind=kind, world=world, seq_len=seq_len, block=16, granularity=32)
+    layout = Layout(kind=kind, world=world, seq_len=seq_len, block=16, granularity=32, inner=inner)
     holds = balance.schedule(world, inner)
     both = make_index(seq_len, 3, 16, batch=2, share=0.3, blocks=layout.global_blocks)
     for index in (both, without_columns(both)):
@@ -64,7 +64,7 @@ def test_work_is_that_of_every_token_pair(kind, world, inner, seq_len):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("seq_len", [1000, 4096])
 def test_the_hops_of_a_rank_are_its_kept_pairs(kind, seq_len):
-    layout = Layout(kind=kind, world=4, seq_len=seq_len, block=16)
+    layout = Layout(kind=kind, world=4, seq_len=seq_len, block=16, inner=2)
     dense = DistanceIndex.keep_all(1, 3, layout.global_blocks, 16, "cpu")
     for index in (make_index(seq_len, 5, 16, columns=300, blocks=layout.global_blocks), dense):
         for rank in range(4):  # asked for alone, as a live run does
@@ -169,6 +169,17 @@ def test_columns_crowded_in_the_first_quarter():
         assert found.step > 4  # nearly all work is columns, and they are computed at the last of 8 hops
     columns_only = 8 / (0.25 + 0.75 + 6)
     assert measures(index, "contiguous", 8).worker == pytest.approx(columns_only, rel=0.05)
+
+
+@pytest.mark.parametrize("world, inner", [(16, 4), (32, 8), (128, 8)])
+def test_stripes_that_turn_within_nodes_are_even_at_each_hop_of_two_levels(world, inner):
+    index, holds = Generated().index(), balance.schedule(world, inner)
+    plain, turning = (
+        balance.measure(balance.work(index, Layout(seq_len=524288, world=world, inner=turn), holds))
+        for turn in (None, inner)
+    )
+    assert turning.worker < 1.03 and turning.critical < 1.15
+    assert turning.critical - 1 < 0.45 * (plain.critical - 1)
 
 
 def test_slashes_alone_are_even_on_stripes_and_uneven_at_each_hop_of_zigzag():

@@ -1,5 +1,7 @@
 """Layouts: every global token lies on one rank at one place, in whole blocks, and comes back."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,19 +12,26 @@ WORLDS = (1, 2, 3, 4, 6, 8)
 LENGTHS = (1, 2, 10, 16, 63, 64, 65, 127, 128, 129, 1000, 2999, 4095, 8423)
 
 
-def owner(kind: str, token: int, chunk: int, world: int) -> int:
-    """Rank of a token, from the pictures of the papers."""
-    number = token // chunk
-    if kind == "zigzag":
+def owner(layout: Layout, token: int) -> int:
+    """Rank of a token, from the pictures of the papers, and the turning of stripes from its definition."""
+    number, world = token // layout.chunk, layout.world
+    if layout.kind == "zigzag":
         return [*range(world), *reversed(range(world))][number]
-    return number if kind == "contiguous" else number % world
+    if layout.kind == "contiguous":
+        return number
+    nodes = torch.arange(world).view(-1, layout.inner or world)
+    turns = 0 if layout.inner is None else number // world
+    # one turn brings what the first rank of a node had to the second one
+    return nodes.roll(-turns, 1).flatten()[number % world].item()
 
 
 def layouts(kind, world):
+    nodes = [None, *(inner for inner in range(1, world) if world % inner == 0)] if kind == "striped" else [None]
     for block, times in ((16, 1), (16, 4), (64, 1), (64, 2), (128, 1)):
         if times == 1 or kind == "striped":
-            for seq_len in LENGTHS:
-                yield Layout(kind=kind, world=world, seq_len=seq_len, block=block, granularity=times * block)
+            for seq_len, inner in itertools.product(LENGTHS, nodes):
+                geometry = {"block": block, "granularity": times * block, "inner": inner}
+                yield Layout(kind=kind, world=world, seq_len=seq_len, **geometry)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -35,7 +44,7 @@ def test_every_token_has_one_place(kind, world):
         for rank, part in enumerate(parts):
             assert (part.diff() > 0).all(), "local order is not the sequence's order"
             ends = part[[0, -1]].tolist()
-            assert [owner(kind, t, layout.chunk, world) for t in ends] == [rank, rank]
+            assert [owner(layout, t) for t in ends] == [rank, rank]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -106,11 +115,12 @@ def test_any_dim_and_dtype_can_be_sharded(dim):
 
 
 def test_worked_examples():
-    def chunks(kind, world, seq_len):
-        layout = Layout(kind=kind, world=world, seq_len=seq_len, block=16)
+    def chunks(kind, world, seq_len, inner=None):
+        layout = Layout(kind=kind, world=world, seq_len=seq_len, block=16, inner=inner)
         return [layout.chunks(rank).tolist() for rank in range(world)]
 
     assert chunks("striped", 2, 128) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert chunks("striped", 4, 256, inner=2) == [[0, 5, 8, 13], [1, 4, 9, 12], [2, 7, 10, 15], [3, 6, 11, 14]]
     assert chunks("zigzag", 2, 64) == [[0, 3], [1, 2]]
     assert chunks("zigzag", 3, 96) == [[0, 5], [1, 4], [2, 3]]
     assert chunks("contiguous", 3, 48) == [[0], [1], [2]]
@@ -132,6 +142,7 @@ def test_permutation_lays_the_shards_end_to_end():
         ({"granularity": 64, "block": 128}, ["64", "128"]),
         ({"seq_len": 0}, ["seq_len=0"]),
         ({"world": 0}, ["world=0"]),
+        ({"world": 6, "inner": 4}, ["nodes of 4 ranks", "got 6"]),
     ],
 )
 def test_impossible_layouts_name_their_numbers(fields, words):

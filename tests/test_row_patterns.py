@@ -47,9 +47,6 @@ class Case:
     def inputs(self):
         return make_qkv(self.seq_len, *self.heads, batch=self.batch)
 
-    def layout(self, world: int) -> Layout:
-        return Layout.of(self.config.resolved(), self.seq_len, world)
-
 
 def combinations(world: int) -> list[Case]:
     """A ragged last stripe; chunks of MoBA that lie on two ranks and more; ranks of nothing but padding."""
@@ -70,14 +67,15 @@ def run_cases(rank: int, world: int, cases: list[Case], **levels) -> list[dict]:
 
 
 def run_case(case: Case, ring: Ring) -> dict:
-    op, layout = Operator(case.config, ring, "cpu"), case.layout(ring.world)
+    op = Operator(case.config, ring, "cpu")
+    layout = op.layout(case.seq_len)
     *qkv, dout = case.inputs()
     local = [layout.shard(x, ring.rank, pad_value=9.0) for x in qkv] + [layout.shard(dout, ring.rank)]
     got = with_grads(lambda q, k, v: op(q, k, v, seq_len=case.seq_len), *local)
     padding = layout.positions(ring.rank) >= case.seq_len
     assert all(x.isfinite().all() for x in got.values())
     assert not any(got[name][:, padding].any() for name in ("dq", "dk", "dv")), "padding has gradients"
-    return {**got, "index": op.last[0][0], "stats": op.read_stats(), "store": op.store.pending}
+    return {**got, "index": op.last[0][0], "layout": layout, "stats": op.read_stats(), "store": op.store.pending}
 
 
 def pairs_of(index, layout: Layout, rank: int, rows: int) -> torch.Tensor:
@@ -89,7 +87,7 @@ def pairs_of(index, layout: Layout, rank: int, rows: int) -> torch.Tensor:
 
 
 def check_case(case: Case, parts: list[dict]) -> None:
-    single, layout = Operator(case.config, Ring.single(), "cpu"), case.layout(len(parts))
+    single, layout = Operator(case.config, Ring.single(), "cpu"), parts[0]["layout"]
     expected = with_grads(single, *case.inputs())
     alone = Layout(seq_len=case.seq_len, block=layout.block)
     mask = pairs_of(single.last[0][0], alone, 0, case.seq_len)[..., : case.seq_len]
@@ -111,7 +109,7 @@ def check_case(case: Case, parts: list[dict]) -> None:
 
 
 def check_stats(case: Case, parts: list[dict], found: list[torch.Tensor]) -> None:
-    layout = case.layout(len(parts))
+    layout = parts[0]["layout"]
     for rank, (part, pairs) in enumerate(zip(parts, found, strict=True)):
         assert not any(part["store"].values())
         positions = layout.positions(rank)
@@ -139,7 +137,7 @@ def test_ring_is_one_device(world, levels):
 
 def run_checkpointed(rank: int, world: int, pattern: str) -> None:
     case, ring = Case(64 * world + 5, FEW[pattern]), Ring.create(world)
-    layout, results = case.layout(world), []
+    layout, results = Layout.of(case.config, case.seq_len, world), []
     g = torch.Generator().manual_seed(1)
     x, weight = (layout.shard(torch.randn(1, case.seq_len, 32, generator=g), rank) for _ in range(2))
     for checkpointing in ({}, {"use_reentrant": False}):

@@ -122,7 +122,7 @@ def _about(ring: Ring, shape: Shape) -> str:
 
 def layout_of(recipe, ring: Ring) -> Layout:
     """How the ranks of a ring share a sequence: the layout of the operator, for the collator."""
-    return Layout.of(recipe.attention, recipe.train.seq_len, ring.world)
+    return Layout.of(recipe.attention, recipe.train.seq_len, ring.world, ring.node_size)
 
 
 def _device(process: Process) -> torch.device:

@@ -76,7 +76,8 @@ def passes(operator, inputs, seq_len: int) -> tuple[list[float], list[dict]]:
 
 def report(name: str, shape: Shape, index: DistanceIndex, rings: dict[str, Ring], **settings) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    layout = Layout.of(AttentionConfig(block=index.block, **settings), shape.seq_len, world)
+    config, inner = AttentionConfig(block=index.block, **settings), next(iter(rings.values())).node_size
+    layout = Layout.of(config, shape.seq_len, world, inner)
     inputs = shape.inputs()
     alone = [0.0, 0.0]
     if rank == 0:
