@@ -41,14 +41,14 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def attach(model: nn.Module, operator: Operator, dtype: torch.dtype | None = None) -> None:
-    """Let every attention layer of the model use `operator`.
+def attach(model: nn.Module, operator, dtype: torch.dtype | None = None, *, seq_len: int | None = None) -> None:
+    """Let every attention layer of the model use `operator`, an `Operator` or what is called alike.
 
-    dtype: of the activations, where the parameters' own does not say it. Raises ValueError as `check_model`, and where
-    no backend can do the model's shape.
+    dtype: of the activations, where the parameters' own does not say it. seq_len: as for `sequence`, for good.
+    Raises ValueError as `check_model`, and where no backend can do the model's shape.
     """
     check_model(model)
-    shared = _Attached(operator)
+    shared = _Attached(operator, seq_len)
     for layer in _attention_layers(model):
         layer._mtraining = shared
     config = layer.config

@@ -1,0 +1,74 @@
+"""HuggingFace models that nnScaler can trace: attention as a registered operator, the chunked loss, and tracer marks.
+
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation="mtraining")
+    model = TracedLoss(lm, AttentionConfig(), seq_len=524288)
+    parallelize(model, {"samples": sample}, context_parallel, compute_config)
+
+sample: input_ids, labels (shifted) and position_ids, int64 [B, S], S the padded length, in the ring's order.
+
+nnScaler's tracer runs the source of every Python function that it meets again, which breaks on some of transformers'
+bookkeeping; it leaves alone what carries a mark (`mark_transformers`). Seen with transformers 5.17 and 5.24.
+"""
+
+import importlib
+
+from torch import nn
+
+from mtraining_nns import hf, nnscaler_ops
+from mtraining_nns.ops.config import AttentionConfig
+
+MARK = "__fx_already_patched"  # what nnScaler's tracer looks for
+UNTRACED = (  # module, object with the functions or None, functions; each exists in some version of transformers
+    ("transformers.utils.output_capturing", "_CanRecordRegistry", ("get",)),
+    ("transformers.modeling_utils", "AttentionInterface", ("get_interface", "get", "__getitem__")),
+    ("transformers.utils.generic", "GeneralInterface", ("get_interface", "get", "__getitem__")),
+    ("transformers.utils.generic", None, ("maybe_autocast",)),
+)
+
+
+class TracedLoss(nn.Module):
+    """What nnScaler compiles: samples -> the summed loss. lm: a causal LM with attn_implementation="mtraining".
+
+    seq_len: real tokens of a sequence; longer ones are padding. ValueError for a model that the operator would compute
+    wrongly.
+    """
+
+    def __init__(self, lm: nn.Module, attention: AttentionConfig, *, seq_len: int):
+        super().__init__()
+        mark_transformers()
+        hf.rope_check(lm)
+        self.lm, self.settings, self.seq_len = lm, nnscaler_ops.settings_of(attention), seq_len
+        hf.attach(lm, TracedAttention(self.settings), seq_len=seq_len)
+
+    def forward(self, samples):
+        position_ids = nnscaler_ops.ordered(samples["position_ids"], self.settings, self.seq_len)
+        hidden = self.lm.model(input_ids=samples["input_ids"], position_ids=position_ids, use_cache=False)[0]
+        return nnscaler_ops.linear_cross_entropy(hidden, self.lm.lm_head.weight, samples["labels"])
+
+
+class TracedAttention:
+    """Stands in for an operator while a model is traced: every call becomes `nnscaler_ops.attention`."""
+
+    def __init__(self, settings: str):
+        self.settings = settings
+
+    def __call__(self, q, k, v, *, layer: int, seq_len: int, scale: float | None = None):
+        return nnscaler_ops.attention(q, k, v, self.settings, layer=layer, seq_len=seq_len, scale=scale)
+
+    def prepare(self, *shape) -> None:
+        """The operator of a rank learns the shape in its first call."""
+
+
+def mark_transformers() -> None:
+    """Keep nnScaler's tracer out of transformers' bookkeeping; replaces nothing."""
+    for module_name, holder, names in UNTRACED:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            continue
+        place = module if holder is None else getattr(module, holder, None)
+        for name in names:
+            function = vars(place).get(name) if place is not None else None
+            for f in (function, getattr(function, "__wrapped__", None)):
+                if f is not None:
+                    setattr(f, MARK, True)
