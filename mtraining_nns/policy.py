@@ -28,7 +28,12 @@ def context_parallel(graph, cfg):
     for node in nodes:
         group = -1 if groups is None else groups.of(node)
         if not isinstance(node, IRDimops):
-            # takes the model's inputs apart; what has the tokens as columns arrives whole and is cut by its readers
+            if any(x.parent in cut for x in _tensors(node.inputs())):
+                raise RuntimeError(
+                    f"nnScaler does not know how {node.signature} can be cut along the tokens; write it with others,"
+                    f" such as view or reshape, or register it with nnscaler.register_op; from {node.comment}"
+                )
+            # it takes the model's inputs apart; what has the tokens as columns comes whole, its readers cut it
             cut.update({x.parent: 1 for x in _tensors(node.outputs()) if len(x.shape) == 2 and x.shape[1] == length})
             yield OpPlan(node, recompute_id=group)
             continue
@@ -83,16 +88,18 @@ class _Groups:
     """A number for every layer that holds an attention operator, in the order of the graph."""
 
     def __init__(self, nodes):
-        layers = [self._layer(node) for node in nodes if node.signature == ATTENTION]
-        self.numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
+        layers = [_layer_of(node.fqn) for node in nodes if node.signature == ATTENTION]
+        self.numbers = {layer: number for number, layer in enumerate(dict.fromkeys(filter(None, layers)))}
 
     def of(self, node) -> int:
         """The group of an operator, -1 outside all layers."""
-        return self.numbers.get(self._layer(node), -1)
-
-    @staticmethod
-    def _layer(node) -> str | None:
-        """model.layers.7 of model.layers.7.self_attn.q_proj."""
         words = node.fqn.split(".")
-        numbered = [i for i, word in enumerate(words) if word.isdecimal()]
-        return ".".join(words[: numbered[-1] + 1]) if numbered else None
+        prefixes = (".".join(words[:length]) for length in range(len(words), 0, -1))
+        return next((self.numbers[prefix] for prefix in prefixes if prefix in self.numbers), -1)
+
+
+def _layer_of(fqn: str) -> str | None:
+    """model.layers.7 of model.layers.7.self_attn, None without a number."""
+    words = fqn.split(".")
+    numbered = [i for i, word in enumerate(words) if word.isdecimal()]
+    return ".".join(words[: numbered[-1] + 1]) if numbered else None

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import traceback
 from pathlib import Path
 
 import pytest
@@ -42,18 +43,47 @@ def samples(config: AttentionConfig, plan: int, replicas: int, *, striped: bool 
     return found
 
 
-def one_process(family: str, settings: dict, replicas: int, **fields) -> tuple[list[float], dict]:
-    """(loss of each replica, gradients of their sum) with plain transformers modules around the operator."""
+def make(family: str, settings: dict, **fields):
+    """What nnScaler compiles, with weights that depend on the family alone."""
+    import custom_model
+
+    from mtraining_nns.nnscaler_hf import TracedLoss
+
+    config = AttentionConfig(**settings)
+    if hasattr(custom_model, family):
+        return getattr(custom_model, family)(config, seq_len=SEQ_LEN)
+    return TracedLoss(build(family, settings=settings, **fields), config, seq_len=SEQ_LEN)
+
+
+def run_one_process(rank: int, world: int, family: str, settings: dict, replicas: int, fields: dict):
+    """(loss of replica 0, gradients of the sum of all replicas' losses), without nnScaler's tracer."""
+    from mtraining_nns import nnscaler_ops
     from mtraining_nns.model import CausalLMLoss
 
-    lm = build(family, settings=settings, **fields)
-    model, losses = CausalLMLoss(lm), []
+    nnscaler_ops.connect(1)
+    model, losses = make(family, settings, **fields), []
+    if hasattr(model, "lm"):  # the operator itself, plain transformers around it
+        lm = build(family, settings=settings, **fields)
+        loss_of = CausalLMLoss(lm)
+        model.lm = lm
     for sample in samples(AttentionConfig(**settings), 1, replicas):
-        part = {name: x[:, :SEQ_LEN] for name, x in sample.items()}
-        loss = model(part["input_ids"], part["labels"], part["position_ids"])
+        if hasattr(model, "lm"):
+            loss = loss_of(*(sample[name][:, :SEQ_LEN] for name in ("input_ids", "labels", "position_ids")))
+        else:
+            loss = model(sample)
         loss.backward()
         losses.append(loss.item())
-    return losses, {name: p.grad.clone() for name, p in lm.named_parameters()}
+    return losses[0], {name: p.grad for name, p in model.named_parameters()}
+
+
+def policy_of(name: str):
+    from nnscaler.policies import OpPlan, get_pas_ops
+
+    from mtraining_nns import policy
+
+    if name == "replicated":
+        return lambda graph, cfg: (OpPlan(node) for node in get_pas_ops(graph))
+    return getattr(policy, name)
 
 
 def run_plan(rank: int, world: int, family: str, settings: dict, plan: int, folder: str, options: dict):
@@ -67,20 +97,19 @@ def run_plan(rank: int, world: int, family: str, settings: dict, plan: int, fold
     from nnscaler.parallel import ComputeConfig, build_optimizer, parallelize
 
     from mtraining_nns import nnscaler_ops
-    from mtraining_nns.nnscaler_hf import TracedLoss
-    from mtraining_nns.policy import context_parallel
 
     nnscaler.init()
-    nnscaler_ops.connect(plan)
+    nnscaler_ops.connect(options.get("ring", plan))
     config = AttentionConfig(**settings)
-    model = TracedLoss(build(family, settings=settings, **options.get("fields", {})), config, seq_len=SEQ_LEN)
-    before = {name: p.detach().clone() for name, p in model.lm.named_parameters()}
+    model = make(family, settings, **options.get("fields", {}))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sample = samples(config, plan, world // plan, striped=options.get("striped", True))[rank // plan]
     compute = ComputeConfig(
         plan, world, trace_strategy="cpu", use_end2end=True, constant_folding=True,
         use_zero=options.get("zero", 0), pas_config={"recompute": options.get("recompute", False)},
     )  # fmt: skip
-    built = parallelize(model, {"samples": sample}, context_parallel, compute, gen_savedir=folder, reuse="override")
+    policy = policy_of(options.get("policy", "context_parallel"))
+    built = parallelize(model, {"samples": sample}, policy, compute, gen_savedir=folder, reuse="override")
     optimizer = build_optimizer(built, torch.optim.SGD, lr=1.0)
     loss = built.train_step([sample])[0].item()
     optimizer.sync_shard_grad()
@@ -88,22 +117,23 @@ def run_plan(rank: int, world: int, family: str, settings: dict, plan: int, fold
     states = [None] * world
     dist.all_gather_object(states, built.state_dict())
     merged, _ = nnscaler.merge_state_dicts(states, None)
-    return loss, {name: before[name] - merged[f"lm.{name}"] for name in before}
+    return loss, {name: p - merged[name] for name, p in before.items()}
 
 
 def same(found, expected, tolerance=1e-5):
-    losses, grads = found[0][0], found[0][1]
-    assert losses == pytest.approx(expected[0][0], rel=tolerance)
-    errors = {name: rms_ratio(grads[name], grad) for name, grad in expected[1].items()}
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    errors = {name: rms_ratio(found[1][name], grad) for name, grad in expected[1].items()}
     assert max(errors.values()) < tolerance, errors
 
 
 PLANS = [
     ("qwen2", "sparse", 2, 2, {}),
     ("llama", "sparse", 2, 2, {"recompute": True, "zero": 1}),
-    ("llama", "dense", 4, 4, {"zero": 3, "recompute": True}),
+    ("llama", "dense", 4, 4, {"recompute": True, "zero": 3}),
     ("qwen2", "sparse", 4, 2, {"zero": 1}),
     ("qwen2", "sparse", 2, 2, {"fields": {"tie_word_embeddings": True}}),
+    ("Custom", "sparse", 2, 2, {"recompute": True}),
+    ("Custom", "dense", 4, 4, {"zero": 1}),
 ]
 
 
@@ -111,12 +141,32 @@ PLANS = [
 def test_a_plan_is_one_process(family, pattern, world, plan, options, tmp_path):
     settings = SETTINGS[pattern]
     found = run_workers(run_plan, world, family, settings, plan, str(tmp_path), options)
-    same(found, one_process(family, settings, world // plan, **options.get("fields", {})))
+    replicas, fields = world // plan, options.get("fields", {})
+    same(found[0], run_workers(run_one_process, 1, family, settings, replicas, fields)[0])
     code = "\n".join(path.read_text() for path in Path(tmp_path).rglob("gencode0.py"))
     assert "nnscaler_ops.attention" in code and not re.search(r"adapter\.all_gather", code)
     assert code.count("ckpt.checkpoint(") == (2 if options.get("recompute") else 0)
 
 
-def test_tokens_in_another_order_are_refused(tmp_path):
-    with pytest.raises(RuntimeError, match="order the data by Layout.permutation"):
-        run_workers(run_plan, 2, "llama", SETTINGS["sparse"], 2, str(tmp_path), {"striped": False})
+REFUSED = [
+    ("llama", {"striped": False}, "order the data by Layout.permutation of a ring of plan_ngpus ranks"),
+    ("llama", {"ring": 1}, r"no ring of ranks \(0, 1\), there are .*call nnscaler_ops.connect\(plan_ngpus\)"),
+    ("llama", {"policy": "replicated"}, "is replicated over 2 GPUs, expected its tokens"),
+    ("Unknown", {}, "does not know how torch.unflatten can be cut .*register_op; from .*custom_model.py"),
+    ("Mixing", {}, "softmax cannot be cut along the tokens .*custom_model.py"),
+]
+
+
+def run_refused(*args) -> str:
+    """The error of `run_plan` on this rank, with its cause."""
+    try:
+        run_plan(*args)
+    except RuntimeError:
+        return traceback.format_exc()
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(("family", "options", "message"), REFUSED, ids=str)
+def test_what_would_train_something_else_is_refused(family, options, message, tmp_path):
+    errors = run_workers(run_refused, 2, family, SETTINGS["sparse"], 2, str(tmp_path), options)
+    assert any(re.search(message, error, re.DOTALL) for error in errors), errors
