@@ -72,20 +72,24 @@ def _device(wanted):
     return CPU if kind == "cuda" else wanted
 
 
+def _answer(value):
+    """A function of its own for every name: torch.compile keeps a rule for each function of torch.cuda."""
+    return lambda *args, **kwargs: value
+
+
 def _patch_cuda() -> None:
-    cuda, nothing = torch.cuda, lambda *args, **kwargs: None
+    cuda = torch.cuda
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_rng_state"):
-        setattr(cuda, name, nothing)
+        setattr(cuda, name, _answer(None))
     for name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated"):
-        setattr(cuda, name, lambda *args, **kwargs: 0)
-    for name in ("default_stream", "current_stream", "stream", "Stream", "Event"):
-        setattr(cuda, name, _Nothing)
-    cuda.current_device = lambda: CPU
-    cuda.get_rng_state = lambda *args, **kwargs: torch.zeros(0, dtype=torch.uint8)
-    cuda.mem_get_info = lambda *args, **kwargs: (MEMORY_BYTES, MEMORY_BYTES)
-    cuda.get_device_properties = lambda *args, **kwargs: SimpleNamespace(
-        name="cpu", total_memory=MEMORY_BYTES, major=0, minor=0
-    )
+        setattr(cuda, name, _answer(0))
+    for name in ("default_stream", "current_stream", "stream"):
+        setattr(cuda, name, _answer(_Nothing()))
+    cuda.Stream = cuda.Event = _Nothing
+    cuda.current_device = _answer(CPU)
+    cuda.get_rng_state = _answer(torch.zeros(0, dtype=torch.uint8))
+    cuda.mem_get_info = _answer((MEMORY_BYTES, MEMORY_BYTES))
+    cuda.get_device_properties = _answer(SimpleNamespace(name="cpu", total_memory=MEMORY_BYTES, major=0, minor=0))
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
