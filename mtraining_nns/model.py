@@ -77,12 +77,18 @@ def build_config(recipe, manifest: dict):
             f"model.max_position_embeddings={trained} is below train.seq_len={recipe.train.seq_len};"
             " raise it or leave it out"
         )
-    beyond = [layer for layer in recipe.attention.dense_layers if layer >= config.num_hidden_layers]
+    check_layers(recipe.attention, config)
+    return with_rope(config, recipe.model.rope, base_length=length, trained_length=trained)
+
+
+def check_layers(attention, config) -> None:
+    """UserError where attention settings name a layer that the model has not."""
+    beyond = [layer for layer in attention.dense_layers if layer >= config.num_hidden_layers]
     if beyond:
         raise UserError(
-            f"attention.dense_layers names layer {beyond[0]}, the model has layers 0 to {config.num_hidden_layers - 1}"
+            f"attention.dense_layers names layer {beyond[0]}, the model has layers 0 to {config.num_hidden_layers - 1};"
+            " leave it out"
         )
-    return with_rope(config, recipe.model.rope, base_length=length, trained_length=trained)
 
 
 def build_model(config, *, seed: int | None):

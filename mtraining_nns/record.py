@@ -20,7 +20,7 @@ from mtraining_nns.errors import UserError
 from mtraining_nns.eval.huggingface import TextTokenizer
 from mtraining_nns.eval.text import TextSource, read_source
 from mtraining_nns.loss import IGNORE
-from mtraining_nns.model import CausalLMLoss, check_pretrained, recompute_layers
+from mtraining_nns.model import CausalLMLoss, check_layers, check_pretrained, recompute_layers
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.ring import Ring
@@ -60,6 +60,7 @@ def record(request: Request) -> Recording:
     """Indices of all layers on the text. UserError for a model, a text or a length that cannot be used."""
     source = _source(request.model)
     config, seq_len = _config(source, request)
+    check_layers(request.attention, config)
     ids, text = _tokens(source, request, seq_len)
     lm = _load(source, config).to(request.device)
     tap = Tap(_operator(request), sampled_rows(len(ids), request.rows))

@@ -35,36 +35,41 @@ from mtraining_nns.ops.ring import Ring, RingError, placing
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash, "xattention": xattention, "moba": moba}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
 
 
 class Operator:
     """Causal attention of one model under one configuration, on one ring.
 
-    Raises ValueError at construction where the backend cannot run on the device, and at the call for shapes that do not
-    fit the layout.
+    Raises ValueError at construction where the backend cannot run on the device, and at the call for tensors that fit
+    neither each other nor the layout; RingError where the ranks of the ring do not agree.
     """
 
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"expected an AttentionConfig, got {type(config).__name__}; AttentionConfig(**settings)")
         self.config, self.ring, self.device_type = config.resolved(), ring, device_type
         self.device, self.shape = kernels.Device.here(device_type, config.backend), {}
         self.choice()
-        self.store, self.agreed = IndexStore(), set()
+        self.store, self.agreed = IndexStore(), None
         self.last: dict[int, tuple[Index, Layout]] = {}  # what each layer kept last, for read_stats
 
     def __call__(self, q, k, v, *, layer: int = 0, seq_len: int | None = None, scale: float | None = None):
-        """q [B, S_local, N, D], k and v [B, S_local, H, D] -> [B, S_local, N, D] in q's dtype.
+        """q [B, S_local, N, D], k and v [B, S_local, H, D] -> [B, S_local, N, D] in q's dtype, one of DTYPES.
 
         seq_len: global length; without it the sequence is q's own, which only a ring of one has.
         scale: of the scores, D ** -0.5 by default.
         """
         self._check(q, k, v, seq_len)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be positive and finite, got {scale}; leave it out for 1 / sqrt(head dim)")
+        if not isinstance(scale, float | int) or not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive, finite number, got {scale!r}; leave it out for D ** -0.5")
+        if not isinstance(layer, int) or layer < 0:
+            raise ValueError(f"layer must be a number from 0, got {layer!r}; give each attention layer its own")
         q, k, v = (x.contiguous() for x in _one_dtype(q, k, v))
         layout = Layout(seq_len=q.shape[1], block=self.config.block) if seq_len is None else self.layout(seq_len)
-        self._agree(layer, (layout.seq_len, *q.shape, k.shape[2], q.element_size()))
+        self._agree(layer, (layout.seq_len, *q.shape, k.shape[2], DTYPES.index(q.dtype)))
 
         def build():
             with placing(f"estimate of layer {layer}"):
@@ -145,19 +150,35 @@ class Operator:
         return config.pattern == "dense" or layer in config.dense_layers or seq_len < config.dense_below
 
     def _check(self, q, k, v, seq_len: int | None) -> None:
+        if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+            raise ValueError(f"expected tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        if not q.dim() == k.dim() == 4 or k.shape != v.shape or 0 in q.shape + k.shape:
-            raise ValueError(f"expected q [B, S, N, D] and k, v [B, S, H, D], none of them empty, got {shapes}")
+        if not q.dim() == k.dim() == v.dim() == 4 or 0 in q.shape + k.shape + v.shape:
+            raise ValueError(
+                f"expected q [B, S, N, D] and k, v [B, S, H, D], none of them empty, got {shapes}; add a batch dim with"
+                " x[None], bring [B, N, S, D] into order with x.transpose(1, 2)"
+            )
+        if k.shape != v.shape:
+            raise ValueError(f"expected k and v of one shape, got {shapes}; pad the smaller head dim")
         if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-            raise ValueError(f"expected batch and head dim of q and k alike and N a multiple of H, got {shapes}")
-        if not q.is_floating_point():
-            raise ValueError(f"expected floating-point q, k and v, got {q.dtype}")
+            raise ValueError(
+                f"expected one batch and head dim and N a multiple of H, got {shapes}; dims are [B, S, heads, D]"
+            )
+        if {x.device.type for x in (q, k, v)} != {self.device.type}:
+            found = ", ".join(x.device.type for x in (q, k, v))
+            raise ValueError(
+                f"the operator was made for {self.device.type} tensors, got {found}; move them or make another"
+            )
         if self.ring.world > 1 and seq_len is None:
             raise ValueError(f"a ring of {self.ring.world} ranks needs seq_len, the global length of the sequence")
         if seq_len is None:
             if k.shape[1] != q.shape[1]:
-                raise ValueError(f"self-attention needs as many keys as queries, got {shapes}")
+                raise ValueError(
+                    f"self-attention needs as many keys as queries, got {shapes}; decode with dense attention"
+                )
             return
+        if not isinstance(seq_len, int):
+            raise ValueError(f"seq_len must be a whole number of tokens, got {seq_len!r}; give an int")
         layout = self.layout(seq_len)
         if not q.shape[1] == k.shape[1] == layout.local_len:
             raise ValueError(
@@ -166,32 +187,40 @@ class Operator:
             )
 
     def _agree(self, layer: int, sizes: tuple[int, ...]) -> None:
-        """Ranks of the ring hold the same sizes. Asked once for each: transfers between other sizes hang or crash."""
-        if self.ring.world == 1 or sizes in self.agreed:
+        """Ranks of the ring are in one layer and hold the same sizes; transfers between others hang or crash.
+
+        Asked at every call on CPUs. On GPUs, where asking waits for the device, only where the sizes are not those of
+        the call before.
+        """
+        if self.ring.world == 1 or (self.device.type == "cuda" and sizes == self.agreed):
             return
-        mine = torch.tensor(sizes, device="cuda" if self.device.type == "cuda" else "cpu")
+        mine = torch.tensor([layer, *sizes], device="cuda" if self.device.type == "cuda" else "cpu")
         with placing(f"layer {layer}"):
             found = [tuple(part.tolist()) for part in self.ring.gather(mine)]
         for rank, theirs in zip(self.ring.ranks, found):
-            if theirs != sizes:
+            if theirs != (layer, *sizes):
                 raise RingError(
-                    f"layer {layer}: ranks of a ring need the same lengths, heads and dtype, got {_sizes_text(sizes)}"
-                    f" on this rank {self.ring.ranks[self.ring.rank]} and {_sizes_text(theirs)} on rank {rank}"
+                    f"layer {layer}: ranks of a ring need the same layer, lengths, heads and dtype, got"
+                    f" {_call_text(layer, *sizes)} on this rank {self.ring.ranks[self.ring.rank]} and"
+                    f" {_call_text(*theirs)} on rank {rank}; give all ranks the same batch"
                 )
-        self.agreed.add(sizes)
+        self.agreed = sizes
 
 
-def _sizes_text(sizes: tuple[int, ...]) -> str:
-    seq_len, *shape, kv_heads, item_bytes = sizes
-    return f"a sequence of {seq_len}, q {tuple(shape)}, {kv_heads} key heads, {item_bytes} bytes a number"
+def _call_text(layer: int, seq_len: int, *sizes: int) -> str:
+    *shape, kv_heads, dtype = sizes
+    return f"layer {layer}, a sequence of {seq_len}, q {tuple(shape)}, {kv_heads} key heads, {DTYPES[dtype]}"
 
 
 def _one_dtype(q, k, v):
     """The inputs as they are, or in the dtype of an autocast region, as PyTorch's own attention takes them."""
     if torch.is_autocast_enabled(q.device.type):
         return tuple(x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        known = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(
+            f"expected q, k and v of one dtype of {known}, got {q.dtype}, {k.dtype} and {v.dtype}; use x.to"
+        )
     return q, k, v
 
 
@@ -287,7 +316,7 @@ class _SparseRing(torch.autograd.Function):
 
 
 def _forward(q, k, v, call: Call) -> Partial:
-    journey = Journey(call.place.ring, k, v, call.layer)
+    journey = Journey(call.place.ring, k, v, f"keys of layer {call.layer}")
     columns, chunks = call.gather(call.rows(), k, v), call.chunks(q, k)
     parts: list[Partial | None] = [None] * len(chunks)
     for hop in journey:
@@ -307,7 +336,7 @@ def _forward(q, k, v, call: Call) -> Partial:
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
     ring, rows, chunks = call.place.ring, call.rows(), call.chunks(q, k)
-    journey, home = Journey(ring, k, v, call.layer, own_last=True), Homeward(ring, call.layer)
+    journey, home = Journey(ring, k, v, f"keys of layer {call.layer}", own_last=True), Homeward(ring, call.layer)
     columns, summed = call.gather(rows, k, v), None
     tapes = [tape.heads(chunk.heads) for chunk in chunks]
     dqs = [call.kernels.begin(q[:, :, chunk.heads], part) for chunk, part in zip(chunks, tapes)]

@@ -47,18 +47,18 @@ class Journey:
     """The keys of every rank on their way past this one; the first others are sent for at once.
 
     Iterate once. A hop's tensors live until the next hop. own_last: end with this rank's own keys, for backward passes.
-    layer: for error messages.
+    name: of the keys, for error messages.
     """
 
-    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor, layer: int | str, *, own_last: bool = False):
-        self.ring, self.own, self.layer, self.own_last = ring, (k, v), layer, own_last
+    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor, name: str, *, own_last: bool = False):
+        self.ring, self.own, self.name, self.own_last = ring, (k, v), name, own_last
         self.outer, self.inner = ring.levels
         self.groups = _groups(ring, k)
         self.ahead = self._send_for(0, 0, self.own) if self.groups else None
 
     def __iter__(self) -> Iterator[Hop]:
         steps, order = self.outer.world, range(self.outer.world)
-        shard, along = self.own, Exchange(self.outer, f"keys of layer {self.layer}, between nodes")
+        shard, along = self.own, Exchange(self.outer, f"{self.name}, between nodes")
         if self.own_last and steps > 1:
             order = (*range(1, steps), 0)
             shard = self._start_along(along, self.own)
@@ -99,7 +99,7 @@ class Journey:
     def _send_for(self, i: int, number: int, sent: KV) -> "Fetch":
         """The keys of one group of inner steps; sent: what other ranks get for theirs."""
         group = self.groups[number]
-        what = f"keys of layer {self.layer}, hop {i * len(self.groups) + number + 1}"
+        what = f"{self.name}, hop {i * len(self.groups) + number + 1}"
         return Fetch(self.inner, what, sent, group if self.ring.mode == "gather" else (1,))
 
 

@@ -37,7 +37,8 @@ class IndexStore:
             if not waiting:
                 raise RuntimeError(
                     f"layer {layer}: the forward pass that is being recomputed left no index; checkpoint activations"
-                    f" with use_reentrant=False and at most {MOST_PENDING} forward passes before their backward passes"
+                    f" with use_reentrant=False, no checkpoint inside another one, and at most {MOST_PENDING} forward"
+                    " passes before their backward passes"
                 )
             return waiting.pop()
         with torch.no_grad():

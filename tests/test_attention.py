@@ -228,7 +228,10 @@ BAD = {
     "no batch": (bad(q=(64, 4, 16), k=(64, 2, 16)), ["q [B, S, N, D]", "(64, 4, 16)"]),
     "nothing": (bad(q=(0, 64, 4, 16), k=(0, 64, 2, 16)), ["none of them empty", "(0, 64, 4, 16)"]),
     "no head dim": (bad(q=(1, 64, 4, 0), k=(1, 64, 2, 0)), ["none of them empty"]),
-    "whole numbers": (tuple(x.int() for x in bad()), ["floating-point", "torch.int32"]),
+    "whole numbers": (tuple(x.int() for x in bad()), ["torch.bfloat16", "torch.int32"]),
+    "double": (tuple(x.double() for x in bad()), ["torch.bfloat16", "torch.float64"]),
+    "no tensors": ((None, None, None), ["expected tensors, got NoneType"]),
+    "on another device": (tuple(x.to("meta") for x in bad()), ["made for cpu tensors, got meta, meta, meta"]),
 }
 
 
@@ -241,10 +244,28 @@ def test_wrong_shapes_name_what_was_got(name, pattern):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan")])
-def test_a_scale_is_positive_and_finite(scale):
-    with pytest.raises(ValueError, match="scale must be positive and finite"):
-        operator(**FEW)(*bad(), scale=scale)
+ODD = [
+    ({"scale": 0}, "scale must be a positive, finite number, got 0"),
+    ({"scale": -1.0}, "scale must be"),
+    ({"scale": float("inf")}, "scale must be"),
+    ({"scale": float("nan")}, "scale must be"),
+    ({"scale": "a"}, "scale must be a positive, finite number, got 'a'"),
+    ({"scale": torch.ones(2)}, "scale must be"),
+    ({"layer": -1}, "layer must be a number from 0, got -1"),
+    ({"layer": "x"}, "layer must be"),
+    ({"seq_len": 64.0}, "seq_len must be a whole number of tokens, got 64.0"),
+]
+
+
+@pytest.mark.parametrize(("odd", "message"), ODD, ids=str)
+def test_odd_arguments_are_named(odd, message):
+    with pytest.raises(ValueError, match=message):
+        operator(**FEW)(*bad(), **odd)
+
+
+def test_settings_come_as_a_config():
+    with pytest.raises(TypeError, match="expected an AttentionConfig, got dict"):
+        Operator({"pattern": "dense"}, Ring.single(), "cpu")
 
 
 def test_a_ring_checks_the_shards_before_it_talks():
@@ -293,7 +314,7 @@ def test_settings_are_checked_where_they_are_made(settings, message):
 def test_one_dtype_or_autocast():
     q, k, v, dout = make_qkv(60)
     op = operator(**FEW)
-    with pytest.raises(ValueError, match="one dtype, got torch.float32, torch.bfloat16 and torch.float32"):
+    with pytest.raises(ValueError, match="got torch.float32, torch.bfloat16 and torch.float32"):
         op(q, k.bfloat16(), v)
     with torch.autocast("cpu", torch.bfloat16):
         got = with_grads(op, q, k.bfloat16(), v, dout.bfloat16())

@@ -247,6 +247,7 @@ def test_what_is_no_recording_is_refused(file, tmp_path, capsys):
         (["--rows", "0"], ["--rows must be at least 1"]),
         (["attention.p_v=2"], ["attention.p_v must lie in (0, 1], got 2"]),
         (["attention.pattern=longformer"], ["attention.pattern", "longformer", "xattention"]),
+        (["attention.dense_layers=[9]"], ["dense_layers names layer 9", "layers 0 to 1"]),
         (["attention.pv=0.9"], ["attention.pv", "p_v"]),
         (["train.steps=2"], ["record takes attention.key=value", "train.steps=2"]),
     ],

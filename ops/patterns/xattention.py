@@ -58,7 +58,7 @@ def block_scores(q, k, place: Place, *, stride: int, scale: float) -> torch.Tens
     estimate = _Estimate(q, k.shape[2], place, stride, scale)
     ring = replace(place.ring, mode="ring")  # the keys of one rank a hop
     # one tensor travels, as the two halves that a journey takes
-    for hop in Journey(ring, *(x.contiguous() for x in k.chunk(2, 1)), layer="? (estimate)"):
+    for hop in Journey(ring, *(x.contiguous() for x in k.chunk(2, 1)), name="keys"):
         estimate.add(torch.cat(hop.kv, 1), *hop.sources)
     return estimate.scores()
 
