@@ -1,7 +1,7 @@
 """Compute of one rank of a ring, on one GPU: what hops cost beside the transfers.
 
     python tests/bench/rank.py                        S 262144 and 524288, 16/2, d 128, standard pattern, 2 to 16 ranks
-    python tests/bench/rank.py --seq-len 131072 --worlds 2 4 --backend triton
+    python tests/bench/rank.py --seq-len 131072 --worlds 2 4 --heads 32/8 --dim 64 --backend triton
 
 Every transfer is a copy on the GPU: the keys of other ranks are this rank's own. Only times mean anything. `x ideal` is
 the time over one GPU's time with the whole sequence divided by the ranks. Medians, a layer.
@@ -45,12 +45,15 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, nargs="+", default=(262144, 524288))
     parser.add_argument("--worlds", type=int, nargs="+", default=(2, 4, 8, 16))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--heads", default="16/2", help="query heads / key heads")
+    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layout", choices=LAYOUTS, default="striped")
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
     hops.Exchange = Copies
+    heads, kv_heads = map(int, args.heads.split("/"))
     for seq_len in args.seq_len:
-        shape, index = Shape(seq_len, 16, 2, 128), standard_index(seq_len, 16)
+        shape, index = Shape(seq_len, heads, kv_heads, args.dim), standard_index(seq_len, heads)
         settings = {"layout": args.layout, "backend": args.backend, "device_type": "cuda"}
         alone, _ = passes(operator_of(index, **settings), shape.inputs(), seq_len)
         print(f"{shape}  one GPU            {alone[0]:8.2f} {alone[1]:8.2f}", flush=True)
