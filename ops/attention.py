@@ -79,8 +79,9 @@ class Operator:
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
             self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
-            backend, _ = self.choice(layout.seq_len, layer)
-            call = Call(index, Place(layout, self.ring), kernels.load(backend), scale, layer, self.store, token)
+            passes = self.choice(layout.seq_len, layer), self.backward_choice(layout.seq_len, layer)
+            forward, backward = (kernels.load(backend) for backend, _ in passes)
+            call = Call(index, Place(layout, self.ring), forward, backward, scale, layer, self.store, token)
             return _SparseRing.apply(q, k, v, call)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
@@ -97,15 +98,20 @@ class Operator:
         self.shape = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
 
     def choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:
-        """(backend, reason) for a global sequence and a layer, as far as they are known."""
+        """(backend, reason) for a global sequence and a layer, as far as they are known; of the forward pass."""
+        return kernels.choose(self.device, self._work(seq_len, layer), self.config.backend)
+
+    def backward_choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:
+        """The same for the backward pass."""
+        return kernels.choose_backward(self.device, self._work(seq_len, layer), self.config.backend)
+
+    def _work(self, seq_len: int | None, layer: int | None) -> kernels.Work:
         known, dense = self.shape, seq_len is not None and self._keeps_all(layer, seq_len)
         if seq_len is not None:
             known = known | {"queries": self.layout(seq_len).local_len, "dense": dense}
         row_bits = PATTERNS[self.config.pattern].ROW_BITS and not dense
-        work = kernels.Work(
-            block=self.config.block, deterministic=self.config.deterministic, row_bits=row_bits, **known
-        )
-        return kernels.choose(self.device, work, self.config.backend)
+        config = {"block": self.config.block, "deterministic": self.config.deterministic}
+        return kernels.Work(**config, ranks=self.ring.world, row_bits=row_bits, **known)
 
     def __reduce__(self):
         """A copied or pickled operator starts anew: what it keeps belongs to the calls of the original."""
@@ -138,6 +144,9 @@ class Operator:
             pattern += f", dense in layers {', '.join(map(str, self.config.dense_layers))}"
         backend, reason = self.choice(seq_len)
         kernels_used = f"{backend}: {reason}"
+        backward, why = self.backward_choice(seq_len)
+        if backward != backend:
+            kernels_used += f"; {backward} backward: {why}"
         for dense_backend in {self.choice(seq_len, layer)[0] for layer in self.config.dense_layers} - {backend}:
             kernels_used += f", {dense_backend} in dense layers"
         return f"attention backend {kernels_used}; pattern {pattern}"
@@ -230,7 +239,8 @@ class Call:
 
     index: Index
     place: Place
-    kernels: Any
+    forward: Any  # kernels
+    backward: Any
     scale: float
     layer: int
     store: IndexStore
@@ -254,11 +264,11 @@ class Call:
 
         return arrive
 
-    def chunks(self, q, k) -> list["Chunk"]:
-        """What is treated at once in every hop, so that lists and workspaces stay small."""
+    def chunks(self, q, k, kernels) -> list["Chunk"]:
+        """What is treated at once in every hop of a pass, so that lists and workspaces stay small."""
         kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
         width = 0 if self.index.columns is None else self.index.columns.position.shape[-1]
-        each = 0 if self.index.dense else self.kernels.workspace_bytes(q, k, self.index.block, width)
+        each = 0 if self.index.dense else kernels.workspace_bytes(q, k, self.index.block, width)
         step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
         firsts = range(0, kv_heads, step)
         ends = [min(first + step, kv_heads) for first in firsts]
@@ -269,7 +279,7 @@ class Call:
         own = self.place.ring.rank
         q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in hop.sources])
         diagonal = hop.sources == (own,)
-        if self.index.dense and diagonal and self.kernels.CAUSAL_WITHOUT_LISTS:
+        if self.index.dense and diagonal and (self.backward if both else self.forward).CAUSAL_WITHOUT_LISTS:
             blocks = BlockIndex.causal(q_starts, self.index.block)
         else:
             blocks = block_lists(self.index.heads(chunk.heads), q_starts, k_starts, diagonal=diagonal, both=both)
@@ -317,12 +327,12 @@ class _SparseRing(torch.autograd.Function):
 
 def _forward(q, k, v, call: Call) -> Partial:
     journey = Journey(call.place.ring, k, v, f"keys of layer {call.layer}")
-    columns, chunks = call.gather(call.rows(), k, v), call.chunks(q, k)
+    columns, chunks = call.gather(call.rows(), k, v), call.chunks(q, k, call.forward)
     parts: list[Partial | None] = [None] * len(chunks)
     for hop in journey:
         gathered, dtype = (columns(), q.dtype) if hop.last else (None, None)
         for c, chunk in enumerate(chunks):
-            parts[c] = call.kernels.forward(
+            parts[c] = call.forward.forward(
                 q[:, :, chunk.heads],
                 call.keys(hop, gathered, chunk, both=False),  # unnamed: gone before the next ones
                 scale=call.scale,
@@ -335,16 +345,16 @@ def _forward(q, k, v, call: Call) -> Partial:
 
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
-    ring, rows, chunks = call.place.ring, call.rows(), call.chunks(q, k)
+    ring, rows, chunks = call.place.ring, call.rows(), call.chunks(q, k, call.backward)
     journey, home = Journey(ring, k, v, f"keys of layer {call.layer}", own_last=True), Homeward(ring, call.layer)
     columns, summed = call.gather(rows, k, v), None
     tapes = [tape.heads(chunk.heads) for chunk in chunks]
-    dqs = [call.kernels.begin(q[:, :, chunk.heads], part) for chunk, part in zip(chunks, tapes)]
+    dqs = [call.backward.begin(q[:, :, chunk.heads], part) for chunk, part in zip(chunks, tapes)]
     for hop in journey:
         gathered, dtype, found = columns() if hop.first else None, q.dtype if hop.last else None, []
         for c, chunk in enumerate(chunks):
             keys = call.keys(hop, gathered, chunk, both=True)
-            found.append(call.kernels.backward(q[:, :, chunk.heads], keys, tapes[c], carry=dqs[c], dq_dtype=dtype))
+            found.append(call.backward.backward(q[:, :, chunk.heads], keys, tapes[c], carry=dqs[c], dq_dtype=dtype))
             dqs[c] = found[c].dq
             del keys  # before the next ones
         if hop.first and rows is not None:

@@ -13,9 +13,8 @@ from standard_pattern import pattern_index, standard_pattern
 from mtraining_nns.ops import attention, kernels
 from mtraining_nns.ops.attention import Call, Operator
 from mtraining_nns.ops.config import AttentionConfig
-from mtraining_nns.ops.hops import Hop
+from mtraining_nns.ops.hops import Journey
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
 from mtraining_nns.ops.store import IndexStore
@@ -91,18 +90,21 @@ def test_the_index_of_524288_tokens_fits_a_gigabyte(backend):
     index, build_bytes = peak_bytes(lambda: vertical_slash.build(q, k, place, AttentionConfig(), scale))
     heads_at_once = []
 
-    def read_lists(q, keys, **_):
-        """In place of a kernel; what it returns has the heads of q and next to no size."""
+    def read_lists(q, keys):
+        """In place of a kernel."""
         heads_at_once.append(q.shape[2])
         assert {x.dtype for x in (*keys.blocks.by_query, index.columns.position)} == {torch.int32}
-        return Partial(q[:, :1], q[:, 0, :, :1])
 
-    module = SimpleNamespace(
-        forward=read_lists, workspace_bytes=kernels.load(backend).workspace_bytes, CAUSAL_WITHOUT_LISTS=False
-    )
-    call = Call(index, place, module, scale, 0, IndexStore(), None)
-    columns = call.gather(call.rows(), k, k)()
-    _, lists_bytes = peak_bytes(lambda: call.forward(q, Hop(0, (k, k), True), columns, None, q.dtype))
+    module = SimpleNamespace(workspace_bytes=kernels.load(backend).workspace_bytes, CAUSAL_WITHOUT_LISTS=False)
+    call = Call(index, place, module, module, scale, 0, IndexStore(), None)
+    columns, chunks = call.gather(call.rows(), k, k)(), call.chunks(q, k, module)
+    hop = next(iter(Journey(place.ring, k, k, "keys")))
+
+    def passes():
+        for chunk in chunks:
+            read_lists(q[:, :, chunk.heads], call.keys(hop, columns, chunk, both=False))
+
+    _, lists_bytes = peak_bytes(passes)
     assert build_bytes < GIGABYTE and lists_bytes < GIGABYTE, (build_bytes, lists_bytes, heads_at_once)
     assert sum(heads_at_once) == 28 and len(heads_at_once) > 1
 

@@ -11,7 +11,7 @@ keys of the same queries gave, a Partial or the dq of Grads, and is joined in. W
 nothing and dq whatever the backend carries; the last call of a pass names one.
 """
 
-from mtraining_nns.ops.kernels.backends import KERNELS, Device, Work, choose, load
+from mtraining_nns.ops.kernels.backends import KERNELS, Device, Work, choose, choose_backward, load
 from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape
 
-__all__ = ["KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Tape", "Work", "choose", "load"]
+__all__ = ["KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Tape", "Work", "choose", "choose_backward", "load"]
