@@ -16,6 +16,7 @@ from dataclasses import MISSING, fields, is_dataclass
 import yaml
 
 from mtraining_nns.errors import UserError
+from mtraining_nns.ops.config import AttentionConfig
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,6 +90,16 @@ def build(cls: type, tree: dict, prefix: str = ""):
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def attention(words: list[str], verb: str) -> AttentionConfig:
+    """The settings that `attention.key=value` words of a command line mean; UserError for others."""
+    tree = {"attention": {}}
+    for word in words:
+        if not word.startswith("attention."):
+            raise UserError(f"{verb} takes attention.key=value, got {word!r}; give e.g. attention.p_v=0.9")
+        override(tree, word)
+    return build(AttentionConfig, tree["attention"], "attention")
 
 
 def convert(value, hint, key: str):

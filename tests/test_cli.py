@@ -164,3 +164,10 @@ def test_compiled_kernels_of_somebody_else_are_not_taken(tmp_path, monkeypatch):
     folder.unlink()
     environment.prepare_caches()
     assert folder.stat().st_mode & 0o777 == 0o700 and os.environ["TRITON_CACHE_DIR"] == str(folder / "triton")
+
+
+def test_parallelize_says_where_nnscaler_is_to_be_had(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ["parallelize", "my.module:Model", "--world", "2", "--seq-len", "1k", "--out", str(tmp_path)]
+    assert cli.main(words) == 2
+    assert "nnScaler is not importable; https://github.com/msrasys/nnscaler" in capsys.readouterr().err

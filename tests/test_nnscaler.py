@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -170,3 +172,29 @@ def run_refused(*args) -> str:
 def test_what_would_train_something_else_is_refused(family, options, message, tmp_path):
     errors = run_workers(run_refused, 2, family, SETTINGS["sparse"], 2, str(tmp_path), options)
     assert any(re.search(message, error, re.DOTALL) for error in errors), errors
+
+
+def test_the_verb_prints_the_plan(tmp_path):
+    """In a process of its own, since the shim stays."""
+    line = [sys.executable, "-m", "mtraining_nns.cli", "parallelize", "custom_model:Custom", "--world", "4"]
+    line += ["--seq-len", "500", "--out", str(tmp_path), "attention.block=16"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    for words in ("500 in 512 places, 128 a GPU", "2 attention", "3 chunk, 1 allreduce_identity", "87,392 parameters"):
+        assert words in done.stdout, done.stdout
+    assert len(list(tmp_path.rglob("gencode?.py"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("custom_model:Mixing", ["cannot be parallelised: torch", "softmax cannot be cut", "custom_model.py"]),
+        ("custom_model:Nothing", ["cannot be made", "has no attribute 'Nothing'"]),
+        ("custom_model", ["expected package.module:Model, got 'custom_model'"]),
+        ("os:getcwd", ["os:getcwd cannot be made: TypeError"]),
+    ],
+)
+def test_what_cannot_be_parallelised_is_one_line(model, words, tmp_path):
+    line = [sys.executable, "-m", "mtraining_nns.cli", "parallelize", model, "--world", "2", "--seq-len", "500"]
+    done = subprocess.run([*line, "--out", str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 2 and all(word in done.stderr.splitlines()[-1] for word in words), done.stderr

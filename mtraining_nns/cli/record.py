@@ -33,14 +33,8 @@ def run(args) -> None:
 
     from mtraining_nns import recipe_yaml
     from mtraining_nns.cli.eval import parse_length
-    from mtraining_nns.ops.config import AttentionConfig
 
-    tree = {"attention": {}}
-    for word in args.overrides:
-        if not word.startswith("attention."):
-            raise UserError(f"record takes attention.key=value, got {word!r}; give e.g. attention.p_v=0.9")
-        recipe_yaml.override(tree, word)
-    attention = recipe_yaml.build(AttentionConfig, tree["attention"], "attention")
+    attention = recipe_yaml.attention(args.overrides, "record")
     if not Path(args.out).absolute().parent.is_dir():
         raise UserError(f"the folder of --out {args.out} does not exist; make it first")
     # Imported here because transformers takes seconds and a mistake above needs none of it.
