@@ -83,8 +83,9 @@ def ordered(
     if _checks_left > 0:
         _checks_left -= 1
         operator = _operator(settings, process_group, position_ids.device.type)
-        expected = operator.layout(seq_len).positions(operator.ring.rank, position_ids.device)
-        if position_ids.shape[1] != len(expected) or not bool((position_ids == expected).all()):
+        expected = operator.layout(seq_len).positions(operator.ring.rank, position_ids.device).clamp_max(seq_len - 1)
+        found = position_ids.clamp_max(seq_len - 1)  # padding may have any later position, or the last real one
+        if found.shape[1] != len(expected) or not bool((found == expected).all()):
             raise RuntimeError(
                 f"rank {operator.ring.rank} of a ring of {operator.ring.world} expects tokens"
                 f" {expected[:3].tolist()} ... {expected[-1].item()}, got {position_ids[0, :3].tolist()} ..."

@@ -31,3 +31,9 @@ def collate(tokens: torch.Tensor, layout: Layout, rank: int) -> dict[str, torch.
         "labels": layout.shard(labels, rank, dim=1, pad_value=IGNORED_LABEL),
         "position_ids": positions.expand(batch, -1).contiguous(),
     }
+
+
+def collate_ring(tokens: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """The batches of all ranks of a ring end to end, int64 [B, layout.padded_len]: what nnScaler's graphs take."""
+    parts = [collate(tokens, layout, rank) for rank in range(layout.world)]
+    return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
