@@ -4,8 +4,8 @@
     print(plan.table())
 
 The model is a class or a function of a Python module: called with an AttentionConfig and seq_len=, it returns a module
-whose forward takes samples (input_ids, labels, position_ids) and returns the summed loss; `recipes/custom_model/model.py`
-is one, `nnscaler_hf.TracedLoss` wraps a HuggingFace model.
+whose forward takes samples (input_ids, labels, position_ids) and returns the summed loss. There is one in
+`recipes/custom_model/model.py`, and `nnscaler_hf.TracedLoss` wraps a HuggingFace model.
 """
 
 import importlib

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtraining_nns.data import store
-from mtraining_nns.data.collator import IGNORED_LABEL, collate
+from mtraining_nns.data.collator import IGNORED_LABEL, collate, collate_ring
 from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.guard import batch_fingerprint
 from mtraining_nns.errors import UserError
@@ -143,3 +143,16 @@ def test_fingerprint_of_rings():
     batch = [sample_ids(0, 40, 2, seed=0)[rank // 4] for rank in range(8)]
     hashes = [batch_fingerprint(torch.arange(16) + 100 * sample) for sample in batch]
     assert len(set(hashes[:4])) == len(set(hashes[4:])) == 1 and hashes[0] != hashes[4]
+
+
+@pytest.mark.parametrize("inner", [None, 2])
+def test_a_ring_end_to_end_is_the_sequence_in_the_order_of_its_layout(inner):
+    layout = Layout(seq_len=150, world=4, block=16, inner=inner)
+    tokens = torch.randint(1, 1000, (2, 150))
+    batch, order = collate_ring(tokens, layout), layout.permutation()
+    real = order < 150
+    assert torch.equal(batch["input_ids"][:, real], tokens[:, order[real]]) and not batch["input_ids"][:, ~real].any()
+    assert torch.equal(batch["position_ids"][0, real], order[real]) and (batch["position_ids"][:, ~real] == 149).all()
+    following = order[real & (order < 149)]
+    assert torch.equal(batch["labels"][:, real & (order < 149)], tokens[:, following + 1])
+    assert (batch["labels"][:, ~(order < 149)] == IGNORED_LABEL).all()
