@@ -17,6 +17,12 @@ PARENT = "MTRAINING_PARENT_PID"  # set by launch.py: that process reports the wo
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun and launch.py: where a worker leaves its error
 
+CACHES = {  # where compilers keep kernels, in a folder of ours
+    "TRITON_CACHE_DIR": os.path.join("{}", "triton"),
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": os.path.join("{}", "cute"),
+}
+
 
 @dataclass(frozen=True)
 class Process:
@@ -56,9 +62,8 @@ def prepare_caches() -> None:
         raise UserError(
             f"compiled kernels are kept in {folder}, which belongs to somebody else; set TMPDIR to a folder of your own"
         )
-    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(folder, "triton"))
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(folder, "cute"))
+    for name, value in CACHES.items():
+        os.environ.setdefault(name, value.format(folder))
 
 
 def has_parent() -> bool:

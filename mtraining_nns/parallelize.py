@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from mtraining_nns.data.collator import collate_ring
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.layout import Layout
@@ -101,7 +102,7 @@ def compile_plan(request: Request) -> Plan:
 
     options = {"trace_strategy": "cpu", "use_end2end": True, "constant_folding": True, "use_zero": request.zero}
     config = ComputeConfig(request.world, request.world, **options, pas_config={"recompute": request.recompute})
-    samples = {"samples": _sample(request, layout)}
+    samples = {"samples": collate_ring(torch.zeros(request.batch, request.seq_len, dtype=torch.long), layout)}
     try:
         parallelize(module, samples, policy, config, gen_savedir=request.out, reuse="override", load_module=False)
     except RuntimeError as error:
@@ -123,12 +124,6 @@ def _model(request: Request) -> torch.nn.Module:
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{request.model} must return a torch.nn.Module, got {type(module).__name__}")
     return module
-
-
-def _sample(request: Request, layout: Layout) -> dict[str, torch.Tensor]:
-    tokens = torch.zeros(request.batch, layout.padded_len, dtype=torch.long)
-    positions = layout.permutation().repeat(request.batch, 1)
-    return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions}
 
 
 def _counted(names: Counter) -> str:

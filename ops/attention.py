@@ -4,39 +4,27 @@
     out = op(q, k, v, layer=0)                            one rank, [B, S, N, D]
     out = op(q, k, v, layer=0, seq_len=524288)            context parallel, q, k, v are this rank's shards
 
-`ops/hops.py` says which keys come when, and how dK and dV get home:
-
-    a hop       blocks of the keys of one rank or several, merged into fp32 (out, lse); the next keys are under way
-    forward     columns, gathered over the ring under the first hops, belong to the last one
-    backward    columns belong to the first hop, so that their dK and dV are summed over the ring under the others
+A call is checked, its index estimated, its kernels chosen; `ops/passes.py` then goes around the ring.
 
 The index of the forward pass is the index of the backward pass. Under activation checkpointing the forward runs twice;
 the second run takes the first one's index from a small store instead of estimating again (see `IndexStore`).
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
 from mtraining_nns.ops import kernels
-from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.config import AttentionConfig
-from mtraining_nns.ops.hops import Homeward, Hop, Journey
-from mtraining_nns.ops.index import BlockIndex, Index
-from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
+from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.lists import block_lists, column_tiles
-from mtraining_nns.ops.merge import Partial
+from mtraining_nns.ops.passes import Call, attend
 from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
 from mtraining_nns.ops.ring import Ring, RingError, placing
 from mtraining_nns.ops.store import IndexStore
 
 PATTERNS = {"dense": dense, "vertical_slash": vertical_slash, "xattention": xattention, "moba": moba}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
 
 
 class Operator:
@@ -61,14 +49,13 @@ class Operator:
         seq_len: global length; without it the sequence is q's own, which only a ring of one has.
         scale: of the scores, D ** -0.5 by default.
         """
-        self._check(q, k, v, seq_len)
+        layout = self._fitting(q, k, v, seq_len)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if not isinstance(scale, float | int) or not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive, finite number, got {scale!r}; leave it out for D ** -0.5")
         if not isinstance(layer, int) or layer < 0:
             raise ValueError(f"layer must be a number from 0, got {layer!r}; give each attention layer its own")
         q, k, v = (x.contiguous() for x in _one_dtype(q, k, v))
-        layout = Layout(seq_len=q.shape[1], block=self.config.block) if seq_len is None else self.layout(seq_len)
         self._agree(layer, (layout.seq_len, *q.shape, k.shape[2], DTYPES.index(q.dtype)))
 
         def build():
@@ -79,10 +66,13 @@ class Operator:
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
             self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
-            passes = self.choice(layout.seq_len, layer), self.backward_choice(layout.seq_len, layer)
-            forward, backward = (kernels.load(backend) for backend, _ in passes)
+            work = self._work(layout.seq_len, layer)
+            forward, backward = (
+                kernels.load(choose(self.device, work, self.config.backend)[0])
+                for choose in (kernels.choose, kernels.choose_backward)
+            )
             call = Call(index, Place(layout, self.ring), forward, backward, scale, layer, self.store, token)
-            return _SparseRing.apply(q, k, v, call)
+            return attend(q, k, v, call)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
@@ -158,7 +148,8 @@ class Operator:
         config = self.config
         return config.pattern == "dense" or layer in config.dense_layers or seq_len < config.dense_below
 
-    def _check(self, q, k, v, seq_len: int | None) -> None:
+    def _fitting(self, q, k, v, seq_len: int | None) -> Layout:
+        """The layout of a call whose tensors fit each other and it."""
         if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
             raise ValueError(f"expected tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -185,7 +176,7 @@ class Operator:
                 raise ValueError(
                     f"self-attention needs as many keys as queries, got {shapes}; decode with dense attention"
                 )
-            return
+            return Layout(seq_len=q.shape[1], block=self.config.block)
         if not isinstance(seq_len, int):
             raise ValueError(f"seq_len must be a whole number of tokens, got {seq_len!r}; give an int")
         layout = self.layout(seq_len)
@@ -194,6 +185,7 @@ class Operator:
                 f"rank {self.ring.rank} of {self.ring.world} holds {layout.local_len} tokens of a sequence of {seq_len}"
                 f" ({layout.kind}, block {layout.block}), got {shapes}; shard with Layout.shard"
             )
+        return layout
 
     def _agree(self, layer: int, sizes: tuple[int, ...]) -> None:
         """Ranks of the ring are in one layer and hold the same sizes; transfers between others hang or crash.
@@ -231,138 +223,3 @@ def _one_dtype(q, k, v):
             f"expected q, k and v of one dtype of {known}, got {q.dtype}, {k.dtype} and {v.dtype}; use x.to"
         )
     return q, k, v
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the operator: what is kept, where, and how it is computed."""
-
-    index: Index
-    place: Place
-    forward: Any  # kernels
-    backward: Any
-    scale: float
-    layer: int
-    store: IndexStore
-    token: int | None
-
-    def rows(self) -> Columns | None:
-        """Where this rank's columns lie."""
-        return self.index.columns and Columns(self.index.columns, *self.place)
-
-    def gather(self, rows: Columns | None, k, v) -> Callable[[], GatheredColumns | None]:
-        """Send for the columns of the ring; the result gives them, and who sees them."""
-        if rows is None:
-            return lambda: None
-        with placing(f"columns of layer {self.layer}"):
-            pending = rows.gather(k, v)
-        tiles = column_tiles(self.index.columns, self._starts(self.place.ring.rank))
-
-        def arrive() -> GatheredColumns:
-            with placing(f"columns of layer {self.layer}"):
-                return GatheredColumns(pending.wait(), tiles)
-
-        return arrive
-
-    def chunks(self, q, k, kernels) -> list["Chunk"]:
-        """What is treated at once in every hop of a pass, so that lists and workspaces stay small."""
-        kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-        width = 0 if self.index.columns is None else self.index.columns.position.shape[-1]
-        each = 0 if self.index.dense else kernels.workspace_bytes(q, k, self.index.block, width)
-        step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
-        firsts = range(0, kv_heads, step)
-        ends = [min(first + step, kv_heads) for first in firsts]
-        return [Chunk(slice(a * group, b * group), slice(a, b)) for a, b in zip(firsts, ends)]
-
-    def keys(self, hop: Hop, columns: GatheredColumns | None, chunk: "Chunk", *, both: bool) -> Keys:
-        """What some heads see at a hop; both: by key block, too, as backward passes need it."""
-        own = self.place.ring.rank
-        q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in hop.sources])
-        diagonal = hop.sources == (own,)
-        if self.index.dense and diagonal and (self.backward if both else self.forward).CAUSAL_WITHOUT_LISTS:
-            blocks = BlockIndex.causal(q_starts, self.index.block)
-        else:
-            blocks = block_lists(self.index.heads(chunk.heads), q_starts, k_starts, diagonal=diagonal, both=both)
-        k, v = (x[:, :, chunk.kv_heads] for x in hop.kv)
-        return Keys(k, v, blocks, columns and columns.heads(chunk.heads))
-
-    def _starts(self, rank: int) -> torch.Tensor:
-        return self.place.layout.block_starts(rank, self.index.device)
-
-
-class Chunk(NamedTuple):
-    """Query heads, and their key heads."""
-
-    heads: slice
-    kv_heads: slice
-
-
-def _joined(parts, dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-class _SparseRing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call: Call):
-        out, lse = _forward(q, k, v, call)
-        # the token travels with the tensors: recomputed ones bring the token of the index that they were made with
-        ctx.save_for_backward(q, k, v, out, lse, torch.tensor(-1 if call.token is None else call.token))
-        ctx.call = call
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        q, k, v, out, lse, token = ctx.saved_tensors
-        if ctx.call.token not in (None, token.item()):
-            raise RuntimeError(
-                "a recomputed forward pass took the index of another call of the same layer; with activation"
-                " checkpointing, go back through the calls of a layer in the reverse order of their forward passes"
-            )
-        ctx.call.store.drop(ctx.call.token)
-        with torch.autocast(dout.device.type, enabled=False):
-            grads = _backward(q, k, v, Tape(dout.contiguous(), out, lse, ctx.call.scale), ctx.call)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
-
-
-def _forward(q, k, v, call: Call) -> Partial:
-    journey = Journey(call.place.ring, k, v, f"keys of layer {call.layer}")
-    columns, chunks = call.gather(call.rows(), k, v), call.chunks(q, k, call.forward)
-    parts: list[Partial | None] = [None] * len(chunks)
-    for hop in journey:
-        gathered, dtype = (columns(), q.dtype) if hop.last else (None, None)
-        for c, chunk in enumerate(chunks):
-            parts[c] = call.forward.forward(
-                q[:, :, chunk.heads],
-                call.keys(hop, gathered, chunk, both=False),  # unnamed: gone before the next ones
-                scale=call.scale,
-                carry=parts[c],
-                out_dtype=dtype,
-            )
-    out, lse = zip(*parts)
-    return Partial(_joined(out, 2), _joined(lse, 1))
-
-
-def _backward(q, k, v, tape: Tape, call: Call):
-    """(dq in q's dtype, dk, dv)."""
-    ring, rows, chunks = call.place.ring, call.rows(), call.chunks(q, k, call.backward)
-    journey, home = Journey(ring, k, v, f"keys of layer {call.layer}", own_last=True), Homeward(ring, call.layer)
-    columns, summed = call.gather(rows, k, v), None
-    tapes = [tape.heads(chunk.heads) for chunk in chunks]
-    dqs = [call.backward.begin(q[:, :, chunk.heads], part) for chunk, part in zip(chunks, tapes)]
-    for hop in journey:
-        gathered, dtype, found = columns() if hop.first else None, q.dtype if hop.last else None, []
-        for c, chunk in enumerate(chunks):
-            keys = call.keys(hop, gathered, chunk, both=True)
-            found.append(call.backward.backward(q[:, :, chunk.heads], keys, tapes[c], carry=dqs[c], dq_dtype=dtype))
-            dqs[c] = found[c].dq
-            del keys  # before the next ones
-        if hop.first and rows is not None:
-            with placing(f"columns of layer {call.layer}"):
-                summed = rows.start_sum(_joined([part.columns for part in found], 2))
-        home.add(hop, _joined([part.dkv for part in found], 3))
-    dkv = home.finish()
-    if summed is not None:
-        with placing(f"columns of layer {call.layer}"):
-            rows.add(summed.wait(), dkv)
-    return _joined(dqs, 2), *dkv

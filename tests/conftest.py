@@ -1,10 +1,13 @@
 """What every test shares: Triton's interpreter where there is no GPU, marks that need hardware, poisoned memory."""
 
 import os
+import tempfile
 
 import pytest
 import torch
 from helpers import poisoned
+
+from mtraining_nns import environment
 
 torch.set_num_threads(1)  # tests run side by side, and their tensors are small
 
@@ -26,3 +29,13 @@ def poison(monkeypatch):
     """torch.empty and torch.empty_like give NaN, so that a result nobody wrote is seen."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.fixture
+def own_tmp(tmp_path, monkeypatch):
+    """A temporary folder of its own, and no compiler told yet where to keep kernels."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in environment.CACHES:
+        monkeypatch.setenv(name, "")  # so that it is set back
+        monkeypatch.delenv(name)
+    return tmp_path

@@ -20,7 +20,7 @@ from helpers import (
     with_grads,
 )
 
-from mtraining_nns.ops import attention, kernels
+from mtraining_nns.ops import kernels, passes
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
@@ -132,7 +132,7 @@ def test_heads_in_chunks_give_the_same(monkeypatch):
         run = getattr(module, name)
         monkeypatch.setattr(module, name, lambda q, *a, run=run, **k: heads.append(q.shape[2]) or run(q, *a, **k))
     expected = with_grads(op, *inputs)
-    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(passes, "WORKSPACE_BYTES", 1)
     assert_close(with_grads(op, *inputs), expected, 1e-6)
     assert heads == [6] * 2 + [2, 2, 2] * 2
 

@@ -164,24 +164,24 @@ def test_a_broken_flash_attention_is_a_reason_not_a_crash(monkeypatch):
     assert "does not import: AttributeError" in backends._cute_fault.__wrapped__()
 
 
+def breaking(error: Exception):
+    def broken(name):
+        raise error
+
+    return broken
+
+
 def test_block_sparse_attn_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "block-sparse-attn is not installed" in backends._cuda_fault.__wrapped__()
-
-    def broken(name):
-        raise ImportError("undefined symbol")
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(backends, "load", broken)
+    monkeypatch.setattr(backends, "load", breaking(ImportError("undefined symbol")))
     assert "does not import: ImportError: undefined symbol" in backends._cuda_fault.__wrapped__()
 
 
 def test_a_broken_triton_is_a_reason(monkeypatch):
-    def broken(name):
-        raise OSError("no ptxas")
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", breaking(OSError("no ptxas")))
     assert "triton does not import: OSError: no ptxas" in backends._triton_fault.__wrapped__()
 
 

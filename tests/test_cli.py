@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -151,14 +150,10 @@ def test_doctor_says_what_runs_and_why():
         assert words in done.stdout, done.stdout
 
 
-def test_compiled_kernels_of_somebody_else_are_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    (tmp_path / "theirs").mkdir()
-    folder = tmp_path / f"mtraining-{os.getuid()}"
-    folder.symlink_to(tmp_path / "theirs")
+def test_compiled_kernels_of_somebody_else_are_not_taken(own_tmp):
+    (own_tmp / "theirs").mkdir()
+    folder = own_tmp / f"mtraining-{os.getuid()}"
+    folder.symlink_to(own_tmp / "theirs")
     with pytest.raises(UserError, match="belongs to somebody else; set TMPDIR"):
         environment.prepare_caches()
     folder.unlink()

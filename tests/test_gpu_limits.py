@@ -10,11 +10,12 @@ from helpers import make_index, make_qkv, never_waiting, operator_of, rms_ratio,
 from kernel_cases import module_of
 from standard_pattern import pattern_index, standard_pattern
 
-from mtraining_nns.ops import attention, kernels
-from mtraining_nns.ops.attention import Call, Operator
+from mtraining_nns.ops import kernels, passes
+from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.hops import Journey
 from mtraining_nns.ops.layout import Layout
+from mtraining_nns.ops.passes import Call
 from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
 from mtraining_nns.ops.store import IndexStore
@@ -53,7 +54,7 @@ LARGE = [
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_rows_and_keys_of_large_shapes(backend, shape, poison, monkeypatch):
-    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 1 << 60)  # all heads in one launch
+    monkeypatch.setattr(passes, "WORKSPACE_BYTES", 1 << 60)  # all heads in one launch
     length, heads, kv_heads = shape.seq_len, shape.heads, shape.kv_heads
     if backend == "cuda" and length * heads * shape.dim >= 1 << 31:
         pytest.skip("the cuda backend refuses it, see test_cuda_backend.py")
@@ -100,11 +101,11 @@ def test_the_index_of_524288_tokens_fits_a_gigabyte(backend):
     columns, chunks = call.gather(call.rows(), k, k)(), call.chunks(q, k, module)
     hop = next(iter(Journey(place.ring, k, k, "keys")))
 
-    def passes():
+    def all_lists():
         for chunk in chunks:
             read_lists(q[:, :, chunk.heads], call.keys(hop, columns, chunk, both=False))
 
-    _, lists_bytes = peak_bytes(passes)
+    _, lists_bytes = peak_bytes(all_lists)
     assert build_bytes < GIGABYTE and lists_bytes < GIGABYTE, (build_bytes, lists_bytes, heads_at_once)
     assert sum(heads_at_once) == 28 and len(heads_at_once) > 1
 
@@ -164,5 +165,5 @@ def test_heads_in_chunks_give_the_same(backend, monkeypatch):
     operator = operator_of(index, device_type="cuda", backend=backend)
     inputs = make_qkv(1000, 8, 4, 128, dtype=BF16, device="cuda")
     expected = with_grads(operator, *inputs)
-    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(passes, "WORKSPACE_BYTES", 1)
     assert_same(with_grads(operator, *inputs), expected, backend)

@@ -6,7 +6,6 @@ A backend may be chosen for a head dim, a ratio of heads and a block only becaus
 import os
 import subprocess
 import sys
-import tempfile
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -41,7 +40,6 @@ DTYPES = (BF16, FP16, FP32)
 RATIOS = ((8, 8), (14, 2), (28, 4), (16, 2), (9, 3), (40, 8), (32, 8), (4, 2), (6, 1), (12, 1), (32, 2))
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 1000, 4095)
 RESULTS = ("out", "dq", "dk", "dv")
-CACHES = ("TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 def shared_cases():
@@ -233,12 +231,8 @@ print(got["out"].float().norm().item(), got["dk"].float().norm().item())
 
 
 @pytest.mark.parametrize("backend", ["triton", "cute"])
-def test_processes_compile_into_one_empty_cache(backend, tmp_path, monkeypatch):
+def test_processes_compile_into_one_empty_cache(backend, own_tmp):
     module_of(backend)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in CACHES:
-        monkeypatch.setenv(name, "")  # so that it is set back
-        monkeypatch.delenv(name)
     environment.prepare_caches()
     code = FIRST_CALL.format(tests=str(Path(__file__).parent), backend=backend)
     start = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -246,4 +240,4 @@ def test_processes_compile_into_one_empty_cache(backend, tmp_path, monkeypatch):
     results = [process.communicate(timeout=300) for process in processes]
     assert not [errors for process, (_, errors) in zip(processes, results) if process.returncode]
     assert len({printed for printed, _ in results}) == 1, "the processes computed different numbers"
-    assert any((tmp_path / f"mtraining-{os.getuid()}" / backend).iterdir())
+    assert any((own_tmp / f"mtraining-{os.getuid()}" / backend).iterdir())

@@ -4,15 +4,16 @@
 the same out, dq, dk and dv. One set of processes a ring runs all its cases. Padding holds rubbish.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from distributed import run_workers
-from helpers import assert_close, block_mask, make_qkv, never_waiting, poisoned, reference, rms_ratio, with_grads
+from helpers import assert_close, block_mask, make_qkv, never_waiting, reference, rms_ratio, with_grads
 from kernel_cases import Case as KernelCase
 from kernel_cases import both
+from test_ring import RESULTS, Case, run_cases
 from test_store import Layers, assert_same_bits, grads, inputs, is_empty
 
 from mtraining_nns.ops import kernels
@@ -24,28 +25,12 @@ from mtraining_nns.ops.lists import block_lists
 from mtraining_nns.ops.patterns import Place
 from mtraining_nns.ops.ring import Ring
 
-RESULTS = ("out", "dq", "dk", "dv")
 FEW = {
     "xattention": {"pattern": "xattention", "stride": 4, "threshold": 0.5},
     "moba": {"pattern": "moba", "chunk": 48, "top_k": 2},
 }
 KEEP_ALL = {"xattention": {"threshold": 1.0}, "moba": {"top_k": 100}}
 ON_PATTERNS = pytest.mark.parametrize("pattern", FEW)
-
-
-@dataclass(frozen=True)
-class Case:
-    seq_len: int
-    settings: dict = field(default_factory=dict)
-    heads: tuple[int, int] = (4, 2)
-    batch: int = 1
-
-    @property
-    def config(self) -> AttentionConfig:
-        return AttentionConfig(**{"block": 16, **self.settings})
-
-    def inputs(self):
-        return make_qkv(self.seq_len, *self.heads, batch=self.batch)
 
 
 def combinations(world: int) -> list[Case]:
@@ -58,24 +43,6 @@ def combinations(world: int) -> list[Case]:
         cases += [Case(seq_len, few, batch=2), Case(seq_len, few, (7, 1)), Case(seq_len, {**few, **KEEP_ALL[name]})]
         cases += [Case(length, {**few, "layout": "zigzag"}, (2, 1)) for length in (1, 63, 65)]
     return cases + [Case(1000, {**FEW["moba"], "chunk": 16}, (2, 1)), Case(1000, FEW["xattention"], (2, 1))]
-
-
-def run_cases(rank: int, world: int, cases: list[Case], **levels) -> list[dict]:
-    torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-    ring = Ring.create(world, **levels)
-    return [run_case(case, ring) for case in cases]
-
-
-def run_case(case: Case, ring: Ring) -> dict:
-    op = Operator(case.config, ring, "cpu")
-    layout = op.layout(case.seq_len)
-    *qkv, dout = case.inputs()
-    local = [layout.shard(x, ring.rank, pad_value=9.0) for x in qkv] + [layout.shard(dout, ring.rank)]
-    got = with_grads(lambda q, k, v: op(q, k, v, seq_len=case.seq_len), *local)
-    padding = layout.positions(ring.rank) >= case.seq_len
-    assert all(x.isfinite().all() for x in got.values())
-    assert not any(got[name][:, padding].any() for name in ("dq", "dk", "dv")), "padding has gradients"
-    return {**got, "index": op.last[0][0], "layout": layout, "stats": op.read_stats(), "store": op.store.pending}
 
 
 def pairs_of(index, layout: Layout, rank: int, rows: int) -> torch.Tensor:
