@@ -5,214 +5,319 @@ O outer steps of I inner ones; a flat ring has O = 1. Rank (node, local) has the
     ((node - i) mod O, (local - j) mod I)          at outer step i, inner step j
 
 Keys for the next node leave at the start of an outer step and travel under its inner steps, on links of their own.
-Within a node keys go around hop by hop (mode "ring"), or straight to every rank, so that one hop has the keys of
-several (mode "gather"). A forward pass begins with a rank's own keys, under which the first others come. A backward
-pass ends with them: sums of dK and dV, twice as many bytes as keys, come home under the last hop.
-Sums follow the keys around (ring) or go straight home (gather), then along the outer circle while the next inner steps
-are computed. Source: MTraining, algorithm 2, with the node's offset in the inner neighbour and steps counted from 0.
+Within a node there are two modes:
 
-    2 nodes of 2, rank 0      ring, forward     ring, backward      gather, forward    gather, backward
-    inner steps               0 1  0 1          0 1  1 0            0 1  0 1           0 1  1 0
-    keys of ranks             0 1  2 3          2 3  1 0            0 1  2 3           2 3  1 0
+    ring      keys go around hop by hop, and so do the sums of their gradients. A forward pass begins with a rank's own
+              keys, under which the first others come. A backward pass ends with them: sums come home under the last hop
+    gather    keys go straight to every rank, the heads in pieces: a hop has the keys of all ranks of a node for some
+              heads, and the next piece comes meanwhile. What a rank finds for the keys of others goes straight home
 
-    1 node of 4, rank 0       0 | 1 | 2 | 3     1 | 2 | 3 | 0       0 | 1 2 3          1 2 3 | 0    as inner steps
+Between nodes sums follow the keys along the outer circle while the next steps are computed; what the ranks of a node
+found is added up before. Source: MTraining, algorithm 2, with the node's offset in the inner neighbour and steps
+counted from 0.
+
+    2 nodes of 2, rank 0      ring, forward     ring, backward      gather, forward      gather, backward
+    pieces of heads           all of them                           a, b                 a, b
+    hops                      0 | 1 | 2 | 3     2 | 3 | 1 | 0       a01 b01 a23 b23      a01 a23 b23 b01
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 
 from mtraining_nns.ops.ring import Exchange, Ring, Swap
 
-HOP_BYTES = 1 << 30  # of keys and values that one gathered hop has, unless one rank has more
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class Hop(NamedTuple):
-    """Keys and values [B, n * S, H, D] of n ring ranks end to end; first, last: in the order of the pass.
+    """Keys and values [B, n * S, h, D] of n ring ranks end to end, this rank's own before those of others.
 
+    piece: number of the heads among those of the journey; first, last: hop of these heads, in the order of the pass.
     outer, inner: the outer step, and of each rank the inner one; inner step 0 has what the outer circle brought.
+    front: [2, B, rows + n * S, h, D] whose last rows are the keys and values, or None.
     """
 
     sources: tuple[int, ...]
     kv: KV
+    piece: int
     first: bool
     last: bool
     outer: int
     inner: tuple[int, ...]
+    front: torch.Tensor | None = None
 
 
 class Journey:
     """The keys of every rank on their way past this one; the first others are sent for at once.
 
-    Iterate once. A hop's tensors live until the next hop. own_last: end with this rank's own keys, for backward passes.
-    name: of the keys, for error messages.
+    Iterate once. A hop's tensors live until the next hop. name: of the keys, for error messages. pieces: key heads that
+    are treated at once. backward: in the order of backward passes. front: rows to leave before gathered keys in the
+    last hop of each piece, in the first one of backward passes.
     """
 
-    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor, name: str, *, own_last: bool = False):
-        self.ring, self.own, self.name, self.own_last = ring, (k, v), name, own_last
+    def __init__(
+        self, ring: Ring, k: torch.Tensor, v: torch.Tensor, name: str, *,
+        pieces: Sequence[slice] = (slice(None),), backward: bool = False, front: int = 0,
+    ):  # fmt: skip
+        self.ring, self.own, self.name, self.pieces = ring, (k, v), name, pieces
+        self.backward, self.front = backward, front
         self.outer, self.inner = ring.levels
-        self.groups = _groups(ring, k)
-        self.ahead = self._send_for(0, 0, self.own) if self.groups else None
+        self.along = Exchange(self.outer, f"{name}, between nodes")
+        if ring.mode == "gather" and ring.world > 1:
+            self.hops = self._gathered(self._gather_order())
+        else:
+            self.hops = self._around_circles()
+        next(self.hops)  # sends for the first keys
 
     def __iter__(self) -> Iterator[Hop]:
-        steps, order = self.outer.world, range(self.outer.world)
-        shard, along = self.own, Exchange(self.outer, f"{self.name}, between nodes")
-        if self.own_last and steps > 1:
-            order = (*range(1, steps), 0)
-            shard = self._start_along(along, self.own)
-            along.wait()
-        for turn, i in enumerate(order):
-            last_turn = turn + 1 == steps
-            coming = None if last_turn or order[turn + 1] == 0 else self._start_along(along, shard)
-            own_last = self.own_last and last_turn
-            for first, last, inner, kv in self._around(i, self.own if i == 0 else shard, own_last):
-                sources = tuple(self.ring.source(i, j) for j in inner)
-                yield Hop(sources, kv, turn == 0 and first, last_turn and last, i, inner)
-            if coming is not None:
-                along.wait()
-                shard = coming
+        return self.hops
 
-    def _start_along(self, along: Exchange, shard: KV) -> KV:
-        """Send a shard on to the next node; what comes of the one before, there after `along.wait`."""
+    def _send_on(self, shard: KV) -> KV:
+        """A shard to the next node; what comes of the one before, there after `along.wait`."""
         coming = tuple(torch.empty_like(x) for x in shard)
-        along.start(*map(Swap, shard, coming))
+        self.along.start(*map(Swap, shard, coming))
         return coming
 
-    def _around(self, i: int, shard: KV, own_last: bool) -> Iterator[tuple[bool, bool, tuple[int, ...], KV]]:
-        """(first, last, inner steps, keys and values) of one outer step."""
-        order = [*self.groups, (0,)] if own_last else [(0,), *self.groups]
-        fetch = None
-        if self.groups:
-            fetch = self.ahead if i == 0 else self._send_for(i, 0, shard)
-        number = 0
-        for turn, group in enumerate(order):
-            here = shard
-            if group != (0,):
-                here = fetch.wait()
-                number += 1
-                if number < len(self.groups):
-                    fetch = self._send_for(i, number, here if self.ring.mode == "ring" else shard)
-            yield turn == 0, turn + 1 == len(order), group, _end_to_end(here)
+    def _around_circles(self) -> Iterator[Hop | None]:
+        """First None, then hops of single ranks."""
+        steps, order = self.outer.world, range(self.outer.world)
+        ahead = self._fetch(0, 1, self.own)
+        yield None
+        shard = self.own
+        if self.backward and steps > 1:
+            order = (*range(1, steps), 0)
+            shard = self._send_on(self.own)
+            self.along.wait()
+        for turn, i in enumerate(order):
+            last_turn = turn + 1 == steps
+            coming = None if last_turn or order[turn + 1] == 0 else self._send_on(shard)
+            here, fetch = (self.own, ahead) if i == 0 else (shard, self._fetch(i, 1, shard))
+            around = self._around(i, here, fetch, own_last=self.backward and last_turn)
+            for first, last, j, kv in around:
+                for c, heads in enumerate(self.pieces):
+                    part, source = tuple(x[:, :, heads] for x in kv), self.ring.source(i, j)
+                    yield Hop((source,), part, c, turn == 0 and first, last_turn and last, i, (j,))
+            if coming is not None:
+                self.along.wait()
+                shard = coming
 
-    def _send_for(self, i: int, number: int, sent: KV) -> "Fetch":
-        """The keys of one group of inner steps; sent: what other ranks get for theirs."""
-        group = self.groups[number]
-        what = f"{self.name}, hop {i * len(self.groups) + number + 1}"
-        return Fetch(self.inner, what, sent, group if self.ring.mode == "gather" else (1,))
+    def _around(self, i: int, shard: KV, fetch, *, own_last: bool) -> Iterator[tuple[bool, bool, int, KV]]:
+        """(first, last, inner step, keys and values) of one outer step."""
+        steps = self.inner.world
+        for turn in range(steps):
+            j, here = (turn + own_last) % steps, shard
+            if j > 0:
+                fetch.wait()
+                here = fetch.arriving
+                if j + 1 < steps:
+                    fetch = self._fetch(i, j + 1, here)
+            yield turn == 0, turn + 1 == steps, j, here
+
+    def _fetch(self, i: int, j: int, sent: KV) -> "Fetch | None":
+        if self.inner.world == 1:
+            return None
+        return Fetch(self.inner, f"{self.name}, hop {i * (self.inner.world - 1) + j}", sent)
+
+    def _gather_order(self) -> list[tuple[int, int]]:
+        """(outer step, piece) of each hop.
+
+        Backward passes come to the keys of a rank's own node first with some heads, under which those of other nodes
+        come, and last with the others, under which gradients come home.
+        """
+        pieces, nodes = range(len(self.pieces)), range(self.outer.world)
+        if not self.backward or len(nodes) == 1:
+            return [(i, c) for i in nodes for c in pieces]
+        half, others = len(pieces) // 2, [(i, c) for i in nodes[1:] for c in pieces]
+        return [(0, c) for c in pieces[:half]] + others + [(0, c) for c in pieces[half:]]
+
+    def _gathered(self, order: list[tuple[int, int]]) -> Iterator[Hop | None]:
+        """First None, then hops of all ranks of a node."""
+        inner = tuple(range(self.inner.world))
+        places = [[n for n, (_, piece) in enumerate(order) if piece == c] for c in range(len(self.pieces))]
+        shards, newest = {0: self.own}, 0  # by outer step
+
+        def send_for(i: int) -> None:
+            nonlocal newest
+            if newest < i < self.outer.world:
+                shards[i], newest = self._send_on(shards[i - 1]), i
+                if i > 2:
+                    del shards[i - 2]
+
+        def gather(n: int) -> Gathering:
+            i, c = order[n]
+            front = self.front if n == places[c][0 if self.backward else -1] else 0
+            arrived = self.along.wait if i == newest else None
+            return Gathering(self.inner, f"{self.name}, hop {n + 1}", shards[i], self.pieces[c], front, arrived)
+
+        send_for(order[0][0])
+        coming = gather(0)
+        yield None
+        for n, (i, c) in enumerate(order):
+            here, coming = coming or gather(n), None
+            here.wait()
+            send_for(i + 1)
+            # on a CPU, waiting for the keys of another node would hold up the work that they should come under
+            if n + 1 < len(order) and (here.on_gpu or order[n + 1][0] in (0, i)):
+                coming = gather(n + 1)
+            sources = tuple(self.ring.source(i, j) for j in inner)
+            yield Hop(sources, here.kv, c, n == places[c][0], n == places[c][-1], i, inner, here.front)
 
 
 class Fetch:
-    """Keys and values of ranks `distances` back in a circle, under way; this rank's go as many places on."""
+    """Keys and values of the rank before in a circle, under way; this rank's go to the one after."""
 
-    def __init__(self, circle, what: str, sent: KV, distances: tuple[int, ...]):
-        self.exchange = Exchange(circle, what)
-        self.arriving = tuple(torch.empty(len(distances), *x.shape, dtype=x.dtype, device=x.device) for x in sent)
-        self.exchange.start(
-            *(Swap(x, into[m], ahead) for m, ahead in enumerate(distances) for x, into in zip(sent, self.arriving))
-        )
+    def __init__(self, circle, what: str, sent: KV):
+        self.exchange, self.arriving = Exchange(circle, what), tuple(torch.empty_like(x) for x in sent)
+        self.exchange.start(*map(Swap, sent, self.arriving))
 
-    def wait(self) -> KV:
-        """[n, B, S, H, D] each."""
+    def wait(self) -> None:
+        """Until they have arrived."""
         self.exchange.wait()
-        return self.arriving if len(self.arriving[0]) > 1 else tuple(x[0] for x in self.arriving)
 
 
-def _groups(ring: Ring, k: torch.Tensor) -> list[tuple[int, ...]]:
-    """Inner steps after the first, by hops."""
-    steps = range(1, ring.levels[1].world)
-    most = max(1, HOP_BYTES // (2 * k.numel() * k.element_size())) if ring.mode == "gather" else 1
-    return [tuple(steps[first : first + most]) for first in range(0, len(steps), most)]
+class Gathering:
+    """Keys and values of some heads of all ranks of a circle, under way; [B, n * S, h, D] each, own ones first.
+
+    shard: this rank's, of all heads; arrived: waits for it. On a GPU that happens on a stream of its own: the pass goes
+    on meanwhile.
+    """
+
+    def __init__(self, circle, what: str, shard: KV, heads: slice, front: int, arrived: Callable[[], None] | None):
+        self.shard = shard  # alive until it is sent
+        own = tuple(x[:, :, heads] for x in shard)
+        batch, length, *rest = own[0].shape
+        rows = front + circle.world * length
+        both = torch.empty(2, batch, rows, *rest, dtype=own[0].dtype, device=own[0].device)
+        self.kv, self.front = (both[0, :, front:], both[1, :, front:]), both if front else None
+        self.on_gpu, self.exchange = both.is_cuda, Exchange(circle, what)
+        shards = both[:, :, front:].unflatten(2, (circle.world, length)).unbind(2)
+        with _aside(both.device):
+            if arrived is not None:
+                arrived()
+            for into, x in zip(shards[0], own):
+                into.copy_(x)
+            self.exchange.start(*(swap for m in range(1, circle.world) for swap in _swaps(shards[0], shards[m], m)))
+
+    def wait(self) -> None:
+        """Until they have arrived."""
+        self.exchange.wait()
+        if self.on_gpu:
+            torch.cuda.current_stream().wait_stream(_side_stream(self.kv[0].device))
+        self.shard = None
 
 
-def _end_to_end(kv: KV) -> KV:
-    """[n, B, S, H, D] -> [B, n * S, H, D]; a single rank's [B, S, H, D] stays."""
-    return tuple(x if x.dim() == 4 else x.transpose(0, 1).flatten(1, 2) for x in kv)
+def _swaps(send: torch.Tensor, receive: torch.Tensor, ahead: int) -> list[Swap]:
+    """Of [2, B, ...], each part contiguous in itself."""
+    return [Swap(x, y, ahead) for both in zip(send, receive) for x, y in zip(*both)]
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _aside(device: torch.device):
+    """After what is queued, beside what comes next."""
+    if device.type != "cuda":
+        return nullcontext()
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(side)
 
 
 class Homeward:
-    """Sums of dK and dV in fp32 on their way to the ranks that own the keys. Call `add` after each hop.
-
-    For journeys that end with a rank's own keys.
-    """
+    """Sums of dK and dV on their way to the ranks that own the keys. Call `add` after each hop of a backward pass."""
 
     def __init__(self, ring: Ring, layer: int):
         self.ring, self.layer = ring, layer
         self.outer, self.inner = ring.levels
         self.hops = 0
-        self.step: int | None = None  # the outer one
-        self.parts: list[tuple[Exchange, torch.Tensor]] = []  # of this outer step: what comes, and where it arrives
-        self.own: torch.Tensor | None = None  # of this outer step: what stays
-        self.along = Exchange(self.outer, f"gradients of keys of layer {layer}, between nodes")
-        self.arriving: torch.Tensor | None = None  # along the outer circle
+        self.open: dict[int, _Step] = {}  # by piece
+        self.own: dict[int, torch.Tensor] = {}  # by piece: what this node found for this rank's keys
+        self.along: dict[int, tuple[Exchange, torch.Tensor]] = {}  # by piece: under way on the outer circle
 
     def add(self, hop: Hop, dkv: torch.Tensor) -> None:
-        """dkv [2, B, n * S, H, D]: what this rank found for the keys of the hop; it may be overwritten."""
+        """dkv [2, B, n * S, h, D]: what this rank found for the keys of the hop; it may be overwritten."""
         if self.ring.world == 1:
-            self.own = dkv
+            self.own[hop.piece] = dkv
             return
-        if self.step not in (None, hop.outer):
-            self._leave_node()
-        self.step = hop.outer
+        # what was under way within the node came home under this hop
+        for piece in [piece for piece, step in self.open.items() if step.hops == self.inner.world]:
+            self._close(piece)
         self.hops += 1
+        step = self.open.setdefault(hop.piece, _Step(hop.outer))
+        step.hops += len(hop.inner)
         if self.ring.mode == "gather":
-            self._send_home(hop, dkv)
+            self._send_home(step, hop, dkv)
         else:
-            self._pass_on(hop, dkv)
+            self._pass_on(step, dkv, last=hop.last)
 
-    def finish(self) -> torch.Tensor:
-        """[2, B, S, H, D], fp32 unless the ring is a single rank: the sum over all ranks for this rank's own keys."""
-        if self.ring.world == 1:
-            return self.own
-        total = self._collected()
-        if self.arriving is not None:
-            self.along.wait()
-            total += self.arriving
-        return total
+    def finish(self) -> list[torch.Tensor]:
+        """[2, B, S, h, D] of each piece: the sum over all ranks for this rank's own keys; fp32 if there are others."""
+        for piece in list(self.open):
+            self._close(piece)
+        for piece, (exchange, arriving) in self.along.items():
+            exchange.wait()
+            self.own[piece] += arriving
+        return [self.own[piece] for piece in sorted(self.own)]
 
-    def _pass_on(self, hop: Hop, dkv: torch.Tensor) -> None:
+    def _pass_on(self, step: "_Step", dkv: torch.Tensor, *, last: bool) -> None:
         """Add what the ranks before this one found for the same keys, and pass the sum on, at last home."""
         total = dkv.float().contiguous()
-        if self.parts:
-            total += self._arrived()
-        if hop.last or self.inner.world == 1:
-            self.own = total
+        if step.parts:
+            total += step.arrived()
+        if last or self.inner.world == 1:
+            step.own = total
         else:
-            self._start(total, ahead=1)
+            self._start(step, [total], [1])
 
-    def _send_home(self, hop: Hop, dkv: torch.Tensor) -> None:
+    def _send_home(self, step: "_Step", hop: Hop, dkv: torch.Tensor) -> None:
         """Straight to the ranks whose keys they are; what others found for this rank's keys comes meanwhile."""
-        if hop.inner == (0,):
-            self.own = dkv.float().contiguous()
-            return
-        for place, part in zip(hop.inner, dkv.unflatten(2, (len(hop.inner), -1)).unbind(2)):
-            self._start(part.float().contiguous(), ahead=-place)
+        own, *others = dkv.unflatten(2, (len(hop.inner), -1)).unbind(2)
+        step.own = own.float().contiguous()
+        if others:
+            self._start(step, others, [-place for place in hop.inner[1:]])
 
-    def _start(self, dkv: torch.Tensor, ahead: int) -> None:
+    def _start(self, step: "_Step", sums: list[torch.Tensor], places: list[int]) -> None:
         exchange = Exchange(self.inner, f"gradients of keys of layer {self.layer}, hop {self.hops}")
-        arriving = torch.empty_like(dkv)
-        exchange.start(Swap(dkv, arriving, ahead))
-        self.parts.append((exchange, arriving))
+        arriving = torch.empty(len(sums), *sums[0].shape, dtype=sums[0].dtype, device=sums[0].device)
+        exchange.start(*(swap for each in zip(sums, arriving, places) for swap in _swaps(*each)))
+        step.parts.append((exchange, arriving))
 
-    def _arrived(self) -> torch.Tensor:
+    def _close(self, piece: int) -> None:
+        """All that this node found for the keys of an outer step stays, or goes on along the outer circle."""
+        step = self.open.pop(piece)
+        total = step.arrived() if step.own is None else step.own
+        while step.parts:
+            total += step.arrived()
+        if step.outer == 0:
+            self.own[piece] = total
+            return
+        if piece in self.along:
+            exchange, arriving = self.along.pop(piece)
+            exchange.wait()
+            total += arriving
+        exchange = Exchange(self.outer, f"gradients of keys of layer {self.layer}, between nodes")
+        arriving = torch.empty_like(total)
+        exchange.start(Swap(total, arriving))
+        self.along[piece] = exchange, arriving
+
+
+class _Step:
+    """One outer step of some heads: inner steps so far, what comes from other ranks of the node, and what stays.
+
+    Sums are fp32; what a rank found comes as its kernels gave it.
+    """
+
+    def __init__(self, outer: int):
+        self.outer, self.hops, self.own = outer, 0, None
+        self.parts: list[tuple[Exchange, torch.Tensor]] = []  # of one rank or several
+
+    def arrived(self) -> torch.Tensor:
         exchange, arriving = self.parts.pop(0)
         exchange.wait()
-        return arriving
-
-    def _collected(self) -> torch.Tensor:
-        """All that was found in this node for the keys that the outer circle brought."""
-        total = self.own if self.own is not None else self._arrived()
-        while self.parts:
-            total += self._arrived()
-        self.own = None
-        return total
-
-    def _leave_node(self) -> None:
-        """An outer step is over: its sums are home within the node, and go on along the outer circle."""
-        total = self._collected()
-        if self.arriving is not None:
-            self.along.wait()
-            total += self.arriving
-        self.arriving = torch.empty_like(total)
-        self.along.start(Swap(total, self.arriving))
+        return arriving[0] if len(arriving) == 1 else arriving.sum(0, dtype=torch.float32)

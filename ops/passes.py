@@ -8,10 +8,14 @@
     forward     columns, gathered over the ring under the first hops, belong to the last one
     backward    columns belong to the first hop, so that their dK and dV are summed over the ring under the others
 
+Heads are treated in chunks, so that lists and workspaces stay small, and where keys are gathered, so that those of one
+chunk come while another is computed.
+
 What is kept, where it lies and which kernels run is decided before (`Call`); nothing here waits for the device.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +23,8 @@ import torch
 
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.hops import Homeward, Hop, Journey
-from mtraining_nns.ops.index import BlockIndex, Index
-from mtraining_nns.ops.kernels import GatheredColumns, Keys, Tape
+from mtraining_nns.ops.index import COLUMN_TILE, BlockIndex, Index
+from mtraining_nns.ops.kernels import GatheredColumns, Keys, Size, Tape
 from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place
@@ -28,6 +32,7 @@ from mtraining_nns.ops.ring import placing
 from mtraining_nns.ops.store import IndexStore
 
 WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
+CHUNKS = 4  # of gathered keys, at least, if there are as many key heads
 
 
 def attend(q, k, v, call: "Call") -> torch.Tensor:
@@ -60,6 +65,7 @@ class Call:
             pending = rows.gather(k, v)
         tiles = column_tiles(self.index.columns, self._starts(self.place.ring.rank))
 
+        @functools.cache
         def arrive() -> GatheredColumns:
             with placing(f"columns of layer {self.layer}"):
                 return GatheredColumns(pending.wait(), tiles)
@@ -67,26 +73,54 @@ class Call:
         return arrive
 
     def chunks(self, q, k, kernels) -> list["Chunk"]:
-        """What is treated at once in every hop of a pass, so that lists and workspaces stay small."""
+        """What is treated at once in a hop of a pass."""
         kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-        width = 0 if self.index.columns is None else self.index.columns.position.shape[-1]
-        each = 0 if self.index.dense else kernels.workspace_bytes(q, k, self.index.block, width)
+        each = 0 if self.index.dense else kernels.workspace_bytes(self.size(q, k))
         step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
+        if self._gathers:
+            step = min(step, -(-kv_heads // CHUNKS))
         firsts = range(0, kv_heads, step)
         ends = [min(first + step, kv_heads) for first in firsts]
         return [Chunk(slice(a * group, b * group), slice(a, b)) for a, b in zip(firsts, ends)]
 
-    def keys(self, hop: Hop, columns: GatheredColumns | None, chunk: "Chunk", *, both: bool) -> Keys:
-        """What some heads see at a hop; both: by key block, too, as backward passes need it."""
-        own = self.place.ring.rank
-        q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in hop.sources])
-        diagonal = hop.sources == (own,)
-        if self.index.dense and diagonal and (self.backward if both else self.forward).CAUSAL_WITHOUT_LISTS:
-            blocks = BlockIndex.causal(q_starts, self.index.block)
+    def size(self, q, k) -> Size:
+        """Of one key head at a hop."""
+        batch, queries, heads, dim = q.shape
+        keys = k.shape[1] * (self.place.ring.levels[1].world if self._gathers else 1)
+        columns = 0 if self.index.columns is None else self.index.columns.position.shape[-1]
+        filled = -(-columns // COLUMN_TILE) * COLUMN_TILE
+        return Size(batch, queries, keys, filled, heads // k.shape[2], dim, self.index.block)
+
+    def journey(self, q, k, v, chunks: list["Chunk"], *, both: bool) -> Journey:
+        """The keys of the ring, in the order of a forward pass or of a backward one (both)."""
+        kernels = self.backward if both else self.forward
+        front = kernels.front_rows(self.size(q, k), both=both) if self.index.columns else 0
+        pieces, name = [chunk.kv_heads for chunk in chunks], f"keys of layer {self.layer}"
+        return Journey(self.place.ring, k, v, name, pieces=pieces, backward=both, front=front)
+
+    def keys(self, hop: Hop, columns: GatheredColumns | None, heads: slice, *, both: bool) -> "Iterator[Part]":
+        """What some heads see at a hop, all at once or own keys first; both: by key block, too, for backward passes."""
+        kernels, own = self.backward if both else self.forward, self.place.ring.rank
+        columns = columns and columns.heads(heads)
+        if len(hop.sources) > 1 and own in hop.sources and not kernels.OWN_WITH_OTHERS:
+            length = self.place.layout.local_len
+            mine, others = ([x[:, some] for x in hop.kv] for some in (slice(length), slice(length, None)))
+            yield Part(Keys(*mine, self._blocks((own,), heads, kernels, both=both)), False)
+            yield Part(Keys(*others, self._blocks(hop.sources[1:], heads, kernels, both=both), columns), True)
         else:
-            blocks = block_lists(self.index.heads(chunk.heads), q_starts, k_starts, diagonal=diagonal, both=both)
-        k, v = (x[:, :, chunk.kv_heads] for x in hop.kv)
-        return Keys(k, v, blocks, columns and columns.heads(chunk.heads))
+            yield Part(Keys(*hop.kv, self._blocks(hop.sources, heads, kernels, both=both), columns, hop.front), True)
+
+    @property
+    def _gathers(self) -> bool:
+        ring = self.place.ring
+        return ring.mode == "gather" and ring.world > 1
+
+    def _blocks(self, sources: tuple[int, ...], heads: slice, kernels, *, both: bool) -> BlockIndex:
+        own = self.place.ring.rank
+        q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in sources])
+        if self.index.dense and sources == (own,) and kernels.CAUSAL_WITHOUT_LISTS:
+            return BlockIndex.causal(q_starts, self.index.block)
+        return block_lists(self.index.heads(heads), q_starts, k_starts, diagonal=own in sources, both=both)
 
     def _starts(self, rank: int) -> torch.Tensor:
         return self.place.layout.block_starts(rank, self.index.device)
@@ -97,6 +131,13 @@ class Chunk(NamedTuple):
 
     heads: slice
     kv_heads: slice
+
+
+class Part(NamedTuple):
+    """Keys of a hop; last: no more of it follow."""
+
+    keys: Keys
+    last: bool
 
 
 def _joined(parts, dim: int) -> torch.Tensor:
@@ -128,43 +169,39 @@ class _SparseRing(torch.autograd.Function):
 
 
 def _forward(q, k, v, call: Call) -> Partial:
-    journey = Journey(call.place.ring, k, v, f"keys of layer {call.layer}")
-    columns, chunks = call.gather(call.rows(), k, v), call.chunks(q, k, call.forward)
-    parts: list[Partial | None] = [None] * len(chunks)
+    chunks = call.chunks(q, k, call.forward)
+    journey, columns = call.journey(q, k, v, chunks, both=False), call.gather(call.rows(), k, v)
+    out, parts = torch.empty_like(q), [None] * len(chunks)
     for hop in journey:
-        gathered, dtype = (columns(), q.dtype) if hop.last else (None, None)
-        for c, chunk in enumerate(chunks):
-            parts[c] = call.forward.forward(
-                q[:, :, chunk.heads],
-                call.keys(hop, gathered, chunk, both=False),  # unnamed: gone before the next ones
-                scale=call.scale,
-                carry=parts[c],
-                out_dtype=dtype,
-            )
-    out, lse = zip(*parts)
-    return Partial(_joined(out, 2), _joined(lse, 1))
+        heads, c = chunks[hop.piece].heads, hop.piece
+        for keys, last in call.keys(hop, columns() if hop.last else None, heads, both=False):
+            into = out[:, :, heads] if hop.last and last else None
+            parts[c] = call.forward.forward(q[:, :, heads], keys, scale=call.scale, carry=parts[c], into=into)
+            del keys  # before the next ones
+    return Partial(out, _joined([part.lse for part in parts], 1))
 
 
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
     ring, rows, chunks = call.place.ring, call.rows(), call.chunks(q, k, call.backward)
-    journey, home = Journey(ring, k, v, f"keys of layer {call.layer}", own_last=True), Homeward(ring, call.layer)
-    columns, summed = call.gather(rows, k, v), None
-    tapes = [tape.heads(chunk.heads) for chunk in chunks]
-    dqs = [call.backward.begin(q[:, :, chunk.heads], part) for chunk, part in zip(chunks, tapes)]
+    journey, home = call.journey(q, k, v, chunks, both=True), Homeward(ring, call.layer)
+    columns, tapes = call.gather(rows, k, v), [tape.heads(chunk.heads) for chunk in chunks]
+    dq, carried, sums = torch.empty_like(q), [None] * len(chunks), [None] * len(chunks)
     for hop in journey:
-        gathered, dtype, found = columns() if hop.first else None, q.dtype if hop.last else None, []
-        for c, chunk in enumerate(chunks):
-            keys = call.keys(hop, gathered, chunk, both=True)
-            found.append(call.backward.backward(q[:, :, chunk.heads], keys, tapes[c], carry=dqs[c], dq_dtype=dtype))
-            dqs[c] = found[c].dq
+        heads, c, found = chunks[hop.piece].heads, hop.piece, []
+        if hop.first:
+            carried[c] = call.backward.begin(q[:, :, heads], tapes[c])
+        for keys, last in call.keys(hop, columns() if hop.first else None, heads, both=True):
+            into = dq[:, :, heads] if hop.last and last else None
+            found.append(call.backward.backward(q[:, :, heads], keys, tapes[c], carry=carried[c], into=into))
+            carried[c] = found[-1].dq
             del keys  # before the next ones
-        if hop.first and rows is not None:
+        if found[-1].columns is not None:
             with placing(f"columns of layer {call.layer}"):
-                summed = rows.start_sum(_joined([part.columns for part in found], 2))
-        home.add(hop, _joined([part.dkv for part in found], 3))
-    dkv = home.finish()
-    if summed is not None:
+                sums[c] = rows.start_sum(found[-1].columns)
+        home.add(hop, _joined([part.dkv for part in found], 2))
+    dkv = _joined(home.finish(), 3)
+    if rows is not None:
         with placing(f"columns of layer {call.layer}"):
-            rows.add(summed.wait(), dkv)
-    return _joined(dqs, 2), *dkv
+            rows.add(_joined([part.wait() for part in sums], 2), dkv)
+    return dq, *dkv

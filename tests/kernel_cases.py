@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import TOLERANCE, assert_close, block_mask, make_index, make_qkv, reference
+from helpers import TOLERANCE, assert_close, block_mask, index_mask, make_index, make_qkv, reference
 
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.columns import Columns
@@ -98,18 +98,56 @@ def both(backend, backward, inputs, kept: tuple, case: Case) -> tuple[dict, dict
     ref = concatenated(q, (k, v), dout, (block_mask(blocks, q.shape[1], k.shape[1]), table), gathered, scale)
     columns = columns and GatheredColumns(gathered, columns.tiles(blocks.q_starts))
     steps = [Keys(k, v, blocks, columns)] if case.steps == 1 else dealt(k, v, blocks, columns)
+    return run(backend, backward, q, steps, dout, scale), ref
+
+
+def check_own_first(backend, case: Case, *, world: int, rank: int) -> None:
+    """Queries of one rank against the keys of all, its own first, and the columns."""
+    layout = Layout(seq_len=case.seq_len, block=case.block, world=world)
+    assert layout.padded_len == case.seq_len
+    index = make_index(
+        case.seq_len, case.heads, case.block, batch=case.batch, columns=case.columns, share=case.share,
+        device=case.device,
+    )  # fmt: skip
+    inputs = make_qkv(
+        case.seq_len, case.heads, case.kv_heads, case.dim, batch=case.batch, dtype=case.dtype, device=case.device
+    )
+    q, dout = (layout.shard(inputs[i], rank) for i in (0, 3))
+    order = [(rank - j) % world for j in range(world)]
+    k, v = (torch.cat([layout.shard(x, source) for source in order], 1) for x in inputs[1:3])
+    starts = [layout.block_starts(source, case.device) for source in order]
+    blocks = index.blocks(starts[0], torch.cat(starts), diagonal=True)
+    gathered = Columns(index.columns, Layout(seq_len=case.seq_len, block=case.block), Ring.single())
+    columns = GatheredColumns(gathered.gather(*inputs[1:3]).wait(), index.columns.tiles(starts[0]))
+    rows, cols = layout.positions(rank), torch.cat([layout.positions(source) for source in order])
+    mask = index_mask(replace(index, columns=None), case.seq_len)[..., rows, :][..., cols]
+    table = columns_mask(index.columns, starts[0], q.shape[1])
+    table = torch.nn.functional.pad(table, (0, columns.kv.shape[3] - table.shape[-1]))
+    ref = concatenated(q, (k, v), dout, (mask, table), columns.kv, case.dim**-0.5)
+    got = run(backend, backend, q, [Keys(k, v, blocks, columns)], dout, case.dim**-0.5)
+    assert_close(got, ref, TOLERANCE[case.dtype])
+
+
+def run(backend, backward, q, steps: list[Keys], dout, scale) -> dict:
+    """out, lse and gradients of a forward and a backward pass of so many calls."""
     part = None
     for keys in steps:
-        dtype = q.dtype if keys is steps[-1] else None
-        part = backend.forward(q, keys, scale=scale, carry=part, out_dtype=dtype)
-    tape, dkv = Tape(dout, part.out, part.lse, scale), 0
+        into = among_others(q) if keys is steps[-1] else None
+        part = backend.forward(q, keys, scale=scale, carry=part, into=into)
+    tape, dkv = Tape(dout, part.out.contiguous(), part.lse, scale), 0
     dq = backward.begin(q, tape)
     for keys in steps:
-        dtype = q.dtype if keys is steps[-1] else None
-        dq, found, last = backward.backward(q, keys, tape, carry=dq, dq_dtype=dtype)
+        into = among_others(q) if keys is steps[-1] else None
+        dq, found, last = backward.backward(q, keys, tape, carry=dq, into=into)
         dkv = dkv + found.float()
     got = {"out": part.out, "lse": part.lse, "dq": dq, "dk": dkv[0], "dv": dkv[1]}
-    return got if columns is None else got | {"dk columns": last[0], "dv columns": last[1]}, ref
+    return got if last is None else got | {"dk columns": last[0], "dv columns": last[1]}
+
+
+def among_others(q) -> torch.Tensor:
+    """Room for q's heads between others, poisoned."""
+    heads = q.shape[2]
+    return torch.full((*q.shape[:2], heads + 2, q.shape[3]), torch.nan, dtype=q.dtype, device=q.device)[:, :, 1:-1]
 
 
 def dealt(k, v, blocks: BlockIndex, columns) -> list[Keys]:

@@ -13,7 +13,6 @@ from standard_pattern import pattern_index, standard_pattern
 from mtraining_nns.ops import kernels, passes
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
-from mtraining_nns.ops.hops import Journey
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.passes import Call
 from mtraining_nns.ops.patterns import Place, vertical_slash
@@ -96,14 +95,20 @@ def test_the_index_of_524288_tokens_fits_a_gigabyte(backend):
         heads_at_once.append(q.shape[2])
         assert {x.dtype for x in (*keys.blocks.by_query, index.columns.position)} == {torch.int32}
 
-    module = SimpleNamespace(workspace_bytes=kernels.load(backend).workspace_bytes, CAUSAL_WITHOUT_LISTS=False)
+    module = SimpleNamespace(
+        workspace_bytes=kernels.load(backend).workspace_bytes,
+        front_rows=kernels.load(backend).front_rows,
+        CAUSAL_WITHOUT_LISTS=False,
+        OWN_WITH_OTHERS=True,
+    )
     call = Call(index, place, module, module, scale, 0, IndexStore(), None)
     columns, chunks = call.gather(call.rows(), k, k)(), call.chunks(q, k, module)
-    hop = next(iter(Journey(place.ring, k, k, "keys")))
 
     def all_lists():
-        for chunk in chunks:
-            read_lists(q[:, :, chunk.heads], call.keys(hop, columns, chunk, both=False))
+        for hop in call.journey(q, k, k, chunks, both=False):
+            heads = chunks[hop.piece].heads
+            for keys, _ in call.keys(hop, columns, heads, both=False):
+                read_lists(q[:, :, heads], keys)
 
     _, lists_bytes = peak_bytes(all_lists)
     assert build_bytes < GIGABYTE and lists_bytes < GIGABYTE, (build_bytes, lists_bytes, heads_at_once)

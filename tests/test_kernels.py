@@ -7,7 +7,7 @@ Its bf16 dot products are wrong, hence fp32 and fp16 only.
 import pytest
 import torch
 from helpers import assert_close, make_index, make_qkv, rms_ratio
-from kernel_cases import Case, both, check, dense_index, with_row_bits
+from kernel_cases import Case, both, check, check_own_first, dense_index, with_row_bits
 
 from mtraining_nns.ops import kernels
 from mtraining_nns.ops.index import BlockIndex
@@ -74,6 +74,12 @@ def test_ring_steps_are_the_reference(backend, rank, source, bits):
 
 
 @BACKENDS
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), (3, 0)])
+def test_own_keys_before_those_of_other_ranks(backend, world, rank):
+    check_own_first(kernels.load(backend), Case(96, 4, 2, dim=16, block=16), world=world, rank=rank)
+
+
+@BACKENDS
 def test_columns_of_a_shard_of_queries(backend):
     """Queries of rank 1 of 2 against all keys and the columns of the whole sequence."""
     layout = Layout(seq_len=128, world=2, block=16, granularity=32)
@@ -98,8 +104,9 @@ def test_a_dq_carry_is_added_in_fp32_and_rounded_once(backend, dtype):
     tape = Tape(dout, torch.randn(q.shape), torch.full((1, 2, 40), 3.0), 0.25)
     carry = torch.full(q.shape, 7.0)
     alone = module.backward(q, keys, tape, carry=module.begin(q, tape)).dq
-    added = module.backward(q, keys, tape, carry=carry, dq_dtype=dtype).dq
-    assert added.dtype == dtype and alone.abs().max() > 0.1 and torch.equal(carry, torch.full(q.shape, 7.0))
+    into = torch.empty(q.shape, dtype=dtype)
+    added = module.backward(q, keys, tape, carry=carry, into=into).dq
+    assert added is into and alone.abs().max() > 0.1 and torch.equal(carry, torch.full(q.shape, 7.0))
     assert torch.equal(added, (alone + 7.0).to(dtype))
 
 
@@ -184,12 +191,12 @@ def test_scores_of_any_size(backend, size):
 
 @BACKENDS
 def test_fp16_out_is_rounded_once(backend):
-    """out_dtype changes the last store alone."""
+    """Where out goes changes the last store alone."""
     q, k, v, _ = make_qkv(70, 2, 1, dtype=FP16)
     starts = Layout(seq_len=70, block=32).block_starts(0)
     blocks = make_index(70, 2, 32).blocks(starts, starts, diagonal=True)
     run, keys = kernels.load(backend).forward, Keys(k, v, blocks)
-    wide, narrow = run(q, keys, scale=0.25), run(q, keys, scale=0.25, out_dtype=FP16)
+    wide, narrow = run(q, keys, scale=0.25), run(q, keys, scale=0.25, into=torch.empty_like(q))
     assert wide.out.dtype == torch.float32 and torch.equal(wide.out.half(), narrow.out)
 
 

@@ -23,7 +23,7 @@ from helpers import (
     rms_ratio,
     with_grads,
 )
-from kernel_cases import BACKENDS, Case, both, check, fault, module_of, with_row_bits
+from kernel_cases import BACKENDS, Case, both, check, check_own_first, fault, module_of, with_row_bits
 
 from mtraining_nns import environment
 from mtraining_nns.ops import kernels
@@ -79,6 +79,29 @@ def triton_cases():
 @pytest.mark.parametrize("case", list(shared_cases()), ids=str)
 def test_backend_is_the_reference(backend, case):
     check(module_of(backend, dtype=case.dtype), case)
+
+
+@pytest.mark.parametrize("programs", [1, 20, 1 << 30])
+@pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_cute_folds_heads(programs, heads, kv_heads, dim, monkeypatch):
+    """All of a group, some where it can be cut, none; a ragged end; with columns, without, and in two hops."""
+    module = module_of("cute", heads=heads, kv_heads=kv_heads, head_dim=dim)
+    monkeypatch.setattr(module, "FOLDED_PROGRAMS", programs)
+    for columns, steps in ((150, 1), (0, 1), (10, 2)):
+        check(module, Case(500, heads, kv_heads, dim, 128, columns=columns, steps=steps, dtype=BF16, device="cuda"))
+
+
+@pytest.mark.parametrize("backend", ["triton", "cute"])
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize("programs", [1, 1 << 30])
+def test_own_keys_before_those_of_other_ranks(backend, world, rank, programs, monkeypatch):
+    module = module_of(backend)
+    if backend == "cute":
+        monkeypatch.setattr(module, "FOLDED_PROGRAMS", programs)
+    for batch, heads, kv_heads, dim in ((1, 16, 2, 128), (2, 6, 2, 64)):
+        case = Case(768 * world, heads, kv_heads, dim, 128, batch, BF16, columns=200, device="cuda")
+        check_own_first(module, case, world=world, rank=rank)
 
 
 @pytest.mark.parametrize("case", list(triton_cases()), ids=str)

@@ -257,7 +257,7 @@ def random_tiles(batch, heads, blocks, count, device, seed=0) -> ColumnTiles:
 
 
 def extended(mask, state, *, group, copies, diagonal) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mask, full) bool [B, N, nq, G * T * R + nk]: what each query block sees of the extended key blocks.
+    """(mask, full) bool [B, N, nq, T * G * R + nk]: what each query block sees of the extended key blocks.
 
     mask: bool [B, N, nq, nk] kept earlier blocks; state [B, N, nq, T] or None.
     """
@@ -266,10 +266,10 @@ def extended(mask, state, *, group, copies, diagonal) -> tuple[torch.Tensor, tor
     some, whole = (torch.zeros(batch, heads, nq, columns + nk, dtype=torch.bool) for _ in range(2))
     whole[..., columns:] = mask
     if diagonal:
-        some[..., columns:] = torch.eye(nq, dtype=torch.bool)
+        some[..., columns:] = torch.eye(nq, nk, dtype=torch.bool)
     if columns:
         for b, n, i, t in product(*map(range, state.shape)):
-            block = (n % group * state.shape[-1] + t) * copies + i % copies
+            block = (t * group + n % group) * copies + i % copies
             some[b, n, i, block], whole[b, n, i, block] = state[b, n, i, t] == 1, state[b, n, i, t] == 2
     return some, whole
 
@@ -281,21 +281,24 @@ def check_cute(blocks: BlockIndex, tiles, mask, *, group, copies) -> None:
         check_lists(lists, expected)
     count = 0 if state is None else state.shape[-1]
     assert got.mask.index.shape[-1] == count + 1 and got.full.index.shape[-1] == count + mask.shape[-1]
-    got = cute_lists.by_key(blocks, tiles, group, copies)
-    for lists, expected in zip(got, extended(mask, state, group=group, copies=copies, diagonal=blocks.diagonal)):
-        check_lists(lists, expected.transpose(-1, -2))
-    assert got.full.index.shape[-1] == mask.shape[-2]
+    folds = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or not cute_lists.shared(blocks.by_key))]
+    for fold in folds:
+        got = cute_lists.by_key(blocks, tiles, group, copies, fold)
+        for lists, expected in zip(got, extended(mask, state, group=group, copies=copies, diagonal=blocks.diagonal)):
+            check_lists(lists, expected.unflatten(1, (-1, fold)).flatten(2, 3).transpose(-1, -2))
+        assert got.full.index.shape[-1] == fold * mask.shape[-2]
 
 
-@pytest.mark.parametrize(("group", "copies"), [(1, 1), (1, 4), (3, 2), (3, 4)])
-@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize(("group", "copies"), [(1, 1), (1, 4), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("diagonal", "others"), [(True, 0), (True, 2), (False, 2)])
 @pytest.mark.parametrize(("batch", "nq", "count", "chunk"), [(2, 1, 1, 512), (2, 3, 3, 512), (1, 7, 2, 2)])
-def test_cute_lists(device, group, copies, diagonal, batch, nq, count, chunk, monkeypatch):
+def test_cute_lists(device, group, copies, diagonal, others, batch, nq, count, chunk, monkeypatch):
+    """others: key blocks that are not the queries' own; own ones come first."""
     monkeypatch.setattr(triton_lists, "CHUNK", chunk)
-    starts = torch.arange(0, nq * 128, 128).int()
-    k_starts = starts if diagonal else torch.arange(0, (nq + 2) * 128, 128).int()
-    hit = random_hit(batch, 3, nq + 2)
-    blocks, tiles = step(hit, starts, k_starts, 128, device, diagonal), random_tiles(batch, 3, nq, count, device)
+    starts, heads = torch.arange(0, nq * 128, 128).int(), max(group, 3)
+    k_starts = torch.arange(0, (nq + others) * 128, 128).int()
+    hit = random_hit(batch, heads, nq + 2)
+    blocks, tiles = step(hit, starts, k_starts, 128, device, diagonal), random_tiles(batch, heads, nq, count, device)
     check_cute(blocks, tiles, step_mask(hit, starts, k_starts, 128), group=group, copies=copies)
 
 

@@ -1,5 +1,7 @@
 """Merging partial attention: exact where one side is empty, the softmax of both where neither is."""
 
+import math
+
 import pytest
 import torch
 from helpers import make_qkv, rms_ratio
@@ -92,14 +94,33 @@ def test_the_kernel_does_the_same(dtype):
     a, b = part(0), part(1, shift=2.0, dtype=dtype)
     a.lse[:, :, ::3], a.out[:, ::3] = -torch.inf, 0
     b.lse[:, :, ::2], b.out[:, ::2] = -torch.inf, 0
-    expected, got = merge(a, b), triton_rows.merge(a, b, torch.float32)
+    expected, got = merge(a, b), triton_rows.merge(a, b, None)
     assert rms_ratio(got.out, expected.out) < 1e-6
     none = expected.lse == -torch.inf
     assert none.any() and torch.equal(got.lse == -torch.inf, none) and not got.out[none.transpose(1, 2)].any()
     assert rms_ratio(got.lse[~none], expected.lse[~none]) < 1e-6
     for one, other in ((a, nothing()), (nothing(), a)):
-        alone = triton_rows.merge(one, other, torch.float32)
+        alone = triton_rows.merge(one, other, None)
         assert torch.equal(alone.out, a.out) and torch.equal(alone.lse, a.lse)
-    assert triton_rows.merge(a, b, torch.float16).out.dtype == torch.float16
+    batch, length, heads, dim = a.out.shape
+    room = torch.full((batch, length, heads + 2, dim), 7.0, dtype=torch.float16)
+    into = room[:, :, 1:-1]
+    assert triton_rows.merge(a, b, into).out is into and torch.equal(into, got.out.half())
+    assert (room[:, :, 0] == 7).all() and (room[:, :, -1] == 7).all()
     turned = Partial(b.out.transpose(1, 2).contiguous().transpose(1, 2), b.lse)  # dense, in another order
-    assert torch.equal(triton_rows.merge(a, turned, torch.float32).out, got.out)
+    assert torch.equal(triton_rows.merge(a, turned, None).out, got.out)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors")
+def test_rows_head_by_head():
+    q, dout, out = torch.randn(3, 2, 70, 5, 16)[:, :, :, 1:4]  # heads among others
+    lse = torch.randn(2, 3, 70)
+    lse[0, 0, :9] = -torch.inf
+    rows = triton_rows.head_rows(q, dout, out, lse, 128)
+    assert rows.q.shape == rows.dout.shape == (2, 3, 128, 16) and rows.lse.shape == rows.delta.shape == (2, 3, 128)
+    assert torch.equal(rows.q[:, :, :70], q.transpose(1, 2)) and torch.equal(rows.dout[:, :, :70], dout.transpose(1, 2))
+    assert not rows.q[:, :, 70:].any() and not rows.dout[:, :, 70:].any() and not rows.delta[:, :, 70:].any()
+    seen = lse > -torch.inf
+    assert (rows.lse[:, :, 70:] == torch.inf).all() and (rows.lse[:, :, :70][~seen] == torch.inf).all()
+    assert rms_ratio(rows.lse[:, :, :70][seen], lse[seen] / math.log(2)) < 1e-6
+    assert rms_ratio(rows.delta[:, :, :70], (dout * out).sum(-1).transpose(1, 2)) < 1e-5

@@ -11,9 +11,10 @@ import torch
 from distributed import run_workers
 from helpers import assert_close, index_mask, make_qkv, poisoned, reference, rms, rms_ratio, with_grads
 
-from mtraining_nns.ops import hops
+from mtraining_nns.ops import passes
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
+from mtraining_nns.ops.kernels import torch as torch_kernels
 from mtraining_nns.ops.reference import causal_mask
 from mtraining_nns.ops.ring import Exchange, Ring, Swap
 
@@ -52,9 +53,11 @@ def combinations(seq_len: int) -> list[Case]:
     return [Case(seq_len, {**layout, **pattern}) for layout in layouts for pattern in patterns]
 
 
-def run_cases(rank: int, world: int, cases: list[Case], hop_bytes: int = hops.HOP_BYTES, **levels) -> list[dict]:
+def run_cases(rank: int, world: int, cases: list[Case], chunks=passes.CHUNKS, apart=False, front=0, **levels):
+    """One dict a case. chunks: of heads; apart: the kernels take own keys alone; front: rows that they want free."""
     torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-    hops.HOP_BYTES = hop_bytes
+    passes.CHUNKS, torch_kernels.OWN_WITH_OTHERS = chunks, not apart
+    torch_kernels.front_rows = lambda size, *, both: front * (1 + both)
     ring = Ring.create(world, **levels)
     return [run_case(case, ring) for case in cases]
 
@@ -116,30 +119,30 @@ def test_ring_is_one_device(world):
     check_ring(world)
 
 
-@pytest.mark.parametrize("hop_bytes", [1, 50000, hops.HOP_BYTES])
-def test_gathered_hops_of_one_rank_of_some_and_of_all(hop_bytes):
-    check_ring(4, mode="gather", hop_bytes=hop_bytes)
+@pytest.mark.parametrize(("chunks", "apart", "front"), [(1, False, 0), (2, True, 0), (4, False, 5)])
+def test_gathered_hops_of_all_heads_and_of_some(chunks, apart, front):
+    check_ring(4, mode="gather", chunks=chunks, apart=apart, front=front)
 
 
-LEVELS = [
-    (2, 2, "ring"),
-    (2, 2, "gather"),
-    (2, 3, "ring"),
-    (2, 3, "gather"),
-    (3, 2, "ring"),
-    (3, 1, "ring"),
-]
+LEVELS = [(2, 2), (2, 3), (3, 2), (3, 1)]
 
 
-@pytest.mark.parametrize(("nodes", "inner", "mode"), LEVELS)
+@pytest.mark.parametrize("mode", ["ring", "gather"])
+@pytest.mark.parametrize(("nodes", "inner"), LEVELS)
 def test_hierarchical_ring_is_one_device(nodes, inner, mode):
     check_ring(nodes * inner, inner=inner, mode=mode)
+
+
+def test_nodes_with_heads_treated_at_once():
+    """Then the keys of other nodes come first in a backward pass."""
+    check_ring(6, inner=2, mode="gather", chunks=1)
 
 
 def check_ring(world: int, **levels) -> None:
     seq_len = 64 * world + 27
     cases = combinations(seq_len)
-    cases += [Case(seq_len, TOP_P, batch=2), Case(seq_len, TOP_P, (6, 1)), Case(seq_len, FIXED, constant=True)]
+    cases += [Case(seq_len, TOP_P, heads, batch=2) for heads in ((4, 2), (6, 3))]
+    cases += [Case(seq_len, TOP_P, (6, 1)), Case(seq_len, FIXED, constant=True)]
     cases += [Case(64 * world, {"layout": kind, **FIXED}, last_only=16) for kind in LAYOUTS]
     cases += [Case(seq_len, keep) for keep in KEEP_ALL]
     results = run_workers(partial(run_cases, **levels), world, cases)

@@ -1,17 +1,22 @@
-"""Kernel backends. Each is a module with the same five names, loaded only when asked for.
+"""Kernel backends. Each is a module with the same seven names, loaded only when asked for.
 
-    forward(q, keys, *, scale, carry=None, out_dtype=None) -> Partial
-    begin(q, tape) -> carry                           of the first backward call: what needs no keys
-    backward(q, keys, tape, *, carry, dq_dtype=None) -> Grads
-    workspace_bytes(q, k, block, columns) -> int      of one key head, backward; columns: C
-    CAUSAL_WITHOUT_LISTS: bool                        whether BlockIndex.causal will do
+    forward(q, keys, *, scale, carry=None, into=None) -> Partial
+    begin(q, tape) -> carry                         of the first backward call: what needs no keys
+    backward(q, keys, tape, *, carry, into=None) -> Grads
+    workspace_bytes(size) -> int                    backward
+    front_rows(size, *, both) -> int                before the keys, where columns go; both: of the backward pass
+    CAUSAL_WITHOUT_LISTS: bool                      whether BlockIndex.causal will do
+    OWN_WITH_OTHERS: bool                           whether a rank's own keys may be followed by those of others
 
 Shapes: q [B, Sq, N, D]; keys.k, keys.v [B, Sk, H, D] with N a multiple of H, never expanded. `carry` is what other
-keys of the same queries gave, a Partial or the dq of Grads, and is joined in. Without a dtype, out is whatever loses
-nothing and dq whatever the backend carries; the last call of a pass names one.
+keys of the same queries gave, a Partial or the dq of Grads, and is joined in. The last call of a pass says where out or
+dq goes: `into` [B, Sq, N, D], a slice of more heads perhaps. The others give an out that loses nothing and whatever dq
+the backend carries.
 """
 
 from mtraining_nns.ops.kernels.backends import KERNELS, Device, Work, choose, choose_backward, load
-from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape
+from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape
 
-__all__ = ["KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Tape", "Work", "choose", "choose_backward", "load"]
+__all__ = [
+    "KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Size", "Tape", "Work", "choose", "choose_backward", "load"
+]  # fmt: skip

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mtraining_nns.ops.index import BlockIndex, ColumnTiles
@@ -22,12 +21,16 @@ class GatheredColumns(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the queries attend to at once: kept blocks of one rank's keys and, at one ring step, the columns."""
+    """What the queries attend to at once: kept blocks of the keys of a hop and, at one hop of a pass, the columns.
+
+    front: [2, B, rows + Sk, H, D] or None: k and v are its last Sk rows, and the rows before them are free for use.
+    """
 
     k: Tensor
     v: Tensor
     blocks: BlockIndex
     columns: GatheredColumns | None = None
+    front: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,34 @@ class Tape:
 
 
 class Grads(NamedTuple):
-    """dq [B, Sq, N, D] or the carry of the next call; dkv [2, B, Sk, H, D]; columns [2, B, N, C, D] or None."""
+    """dq [B, Sq, N, D] or the carry of the next call; dkv [2, B, Sk, H, D]; columns fp32 [2, B, N, C, D] or None."""
 
     dq: Any
     dkv: Tensor
     columns: Tensor | None
 
 
-def joined(carry: Tensor | None, dq: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """carry + dq in fp32, then in the wanted dtype, fp32 by default."""
-    total = dq if carry is None else carry + dq
-    return total.to(dtype or torch.float32)
+def joined(carry: Tensor | None, dq: Tensor, into: Tensor | None) -> Tensor:
+    """carry + dq in fp32, in `into` if that is given."""
+    total = dq.float() if carry is None else carry + dq
+    return total if into is None else into.copy_(total)
 
 
-def list_bytes(q: Tensor, k: Tensor, block: int) -> int:
-    """Most bytes of both block lists of one key head and its query heads, int32 entries."""
-    pairs = -(-q.shape[1] // block) * -(-k.shape[1] // block)
-    return 2 * 4 * q.shape[0] * (q.shape[2] // k.shape[2]) * pairs
+class Size(NamedTuple):
+    """What one key head and its query heads have to do at once.
+
+    queries, keys, columns: how many of them; group: query heads.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    columns: int
+    group: int
+    dim: int
+    block: int
+
+    def list_bytes(self) -> int:
+        """Most bytes of both block lists, int32 entries."""
+        pairs = -(-self.queries // self.block) * -(-self.keys // self.block)
+        return 2 * 4 * self.batch * self.group * pairs

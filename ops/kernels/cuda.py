@@ -24,7 +24,7 @@ from mtraining_nns.ops.index import BlockIndex, Lists
 from mtraining_nns.ops.kernels import triton as columns_backend
 from mtraining_nns.ops.kernels import triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, joined
 from mtraining_nns.ops.kernels.triton_lists import chunk
 from mtraining_nns.ops.merge import Partial
 
@@ -37,41 +37,44 @@ if HAS_FLASH_ATTN:
 
 PLAIN = {"window_size_left": -1, "window_size_right": -1}  # no window, in either package
 DENSE = {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, **PLAIN}
-CAUSAL_WITHOUT_LISTS = HAS_FLASH_ATTN
+CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = HAS_FLASH_ATTN, False
 
 
-def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""
     _check(q, keys)
     part = _dense_forward(q, keys, scale) if _causal(keys) else _blocks_forward(q, keys, scale)
     if keys.columns is not None:
         part = triton_rows.merge(carry, part, None)
-        return columns_backend.forward(q, _columns_alone(keys), scale=scale, carry=part, out_dtype=out_dtype)
-    return triton_rows.merge(carry, part, out_dtype)
+        return columns_backend.forward(q, _columns_alone(keys), scale=scale, carry=part, into=into)
+    return triton_rows.merge(carry, part, into)
 
 
 def begin(q, tape: Tape) -> None:
     """Nothing is carried."""
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry, dq_dtype=None) -> Grads:
+def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     _check(q, keys)
     dq, dkv = _dense_backward(q, keys, tape) if _causal(keys) else _blocks_backward(q, keys, tape)
     if keys.columns is None:
-        return Grads(joined(carry, dq, dq_dtype), dkv, None)
+        return Grads(joined(carry, dq, into), dkv, None)
     dq = joined(carry, dq, None)
-    dq, _, columns = columns_backend.backward(q, _columns_alone(keys), tape, carry=dq, dq_dtype=dq_dtype)
+    dq, _, columns = columns_backend.backward(q, _columns_alone(keys), tape, carry=dq, into=into)
     return Grads(dq, dkv, columns)
 
 
-def workspace_bytes(q, k, block: int, columns: int) -> int:
+def workspace_bytes(size: Size) -> int:
     """Bytes that one key head and its query heads need beside their results."""
-    batch, length, _, dim = q.shape
-    group = q.shape[2] // k.shape[2]
     # both lists and one of them the other way round; dQ in fp32 and 16 bits; dK and dV of every query head
-    lists = list_bytes(q, k, block) * 3 // 2
-    return lists + batch * group * dim * (length * (4 + 2) + k.shape[1] * 2 * 2) + batch * k.shape[1] * dim * 2 * 4
+    rows = size.group * (size.queries * (4 + 2) + size.keys * 2 * 2) + size.keys * 2 * 4
+    return size.list_bytes() * 3 // 2 + size.batch * size.dim * rows
+
+
+def front_rows(size: Size, *, both: bool) -> int:
+    """None: columns have loops of their own."""
+    return 0
 
 
 def _check(q, keys: Keys) -> None:

@@ -19,15 +19,16 @@ from flash_attn.cute.interface import _flash_attn_fwd
 from mtraining_nns.ops.index import COLUMN_TILE
 from mtraining_nns.ops.kernels import cute_backward, cute_lists, cute_mask, triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, list_bytes
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape
 from mtraining_nns.ops.merge import Partial
 
 QUERIES_PER_COPY = 128  # query blocks that one program of the backward pass takes of a column tile
 MOST_COPIES = 8
-CAUSAL_WITHOUT_LISTS = True
+FOLDED_PROGRAMS = 1024  # of a backward pass, so many at least where heads are folded
+CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = True, True
 
 
-def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""
     _check(keys)
     if _causal(keys):
@@ -35,44 +36,60 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
     else:
         group = q.shape[2] // keys.k.shape[2]
         lists = cute_lists.by_query(keys.blocks, _tiles(keys), group)
-        keys, how = _extended(keys, copies=1), _sparse(lists, keys, q, cute_mask.forward_mask(group))
-    out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, **how)
-    return triton_rows.merge(carry, Partial(out, lse), out_dtype)
+        bits = None if keys.columns is None else keys.columns.tiles.bits
+        keys = _extended(keys, copies=1)
+        how = _sparse(lists, (q.shape[0], q.shape[2]), cute_mask.forward_mask(group), bits)
+    out = into if carry is None else None
+    out, lse, *_ = _flash_attn_fwd(q, keys.k, keys.v, softmax_scale=scale, return_lse=True, out=out, **how)
+    return triton_rows.merge(carry, Partial(out, lse), into)
 
 
 def begin(q, tape: Tape) -> cute_backward.Sums:
-    """The accumulator of dQ and what every step needs of the tape."""
+    """The accumulator of dQ and what every hop needs of the tape."""
     return cute_backward.begin(q, tape)
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry: cute_backward.Sums, dq_dtype=None) -> Grads:
+def backward(q, keys: Keys, tape: Tape, *, carry: cute_backward.Sums, into=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     _check(keys)
-    group, columns, first = q.shape[2] // keys.k.shape[2], None, 0
-    if _causal(keys):
-        extended, how = keys, {"causal": True}
-    else:
-        copies = 1 if keys.columns is None else _copies(q.shape[1])
-        lists = cute_lists.by_key(keys.blocks, _tiles(keys), group, copies)
+    columns, extended, how = None, keys, {"causal": True}
+    if not _causal(keys):
+        group, tiles = q.shape[2] // keys.k.shape[2], _tiles(keys)
+        copies = 1 if tiles is None else _copies(q.shape[1])
+        extended = _extended(keys, copies)
+        fold = 1 if tiles is None and cute_lists.shared(keys.blocks.by_key) else _fold(q, extended.k)
+        lists = cute_lists.by_key(keys.blocks, tiles, group, copies, fold)
+        # heads that follow each other are one head with as many more query blocks
+        bits = tiles and tiles.bits.unflatten(1, (-1, fold)).flatten(2, 3)
         mask = cute_mask.backward_mask(group, copies, q.shape[3])
-        extended, how = _extended(keys, copies), _sparse(lists, keys, q, mask)
-        first = extended.k.shape[1] - keys.k.shape[1]
+        how = {"fold": fold, **_sparse(lists, (q.shape[0], q.shape[2] // fold), mask, bits)}
+    first = extended.k.shape[1] - keys.k.shape[1]
     dkv = torch.empty(2, *extended.k.shape, dtype=q.dtype, device=q.device)
-    cute_backward.add(q, extended.k, extended.v, tape, carry, dkv, **how)
+    cute_backward.add(extended.k, extended.v, tape.scale, carry, dkv, **how)
     if first:
         columns = _column_grads(dkv[:, :, :first], keys, copies)
-    dq = carry if dq_dtype is None else cute_backward.finish(carry, q, tape.scale).to(dq_dtype)
-    return Grads(dq, dkv[:, :, first:], columns)
+    return Grads(carry if into is None else _finished(carry, tape.scale, into), dkv[:, :, first:], columns)
 
 
-def workspace_bytes(q, k, block: int, columns: int) -> int:
+def workspace_bytes(size: Size) -> int:
     """Bytes that one key head and its query heads need beside their results."""
-    batch, length, _, dim = q.shape
-    group, copies = q.shape[2] // k.shape[2], _copies(length)
-    extended = k.shape[1] + group * columns * copies
-    lists = 2 * 4 * batch * group * (extended // BLOCK) * -(-length // BLOCK)
-    # keys, values and their gradients in 16 bits, dK and dV in 32, and the accumulator of dQ
-    return list_bytes(q, k, block) + lists + batch * dim * (extended * (4 * 2 + 2 * 4) + group * length * 4)
+    extended = size.keys + front_rows(size, both=True)
+    lists = 2 * 4 * size.batch * size.group * (extended // BLOCK) * -(-size.queries // BLOCK)
+    # keys, values and their gradients in 16 bits, dK and dV in 32; q and dout head by head, and the accumulator of dQ
+    rows = extended * (4 * 2 + 2 * 4) + size.group * size.queries * (2 * 2 + 4)
+    return size.list_bytes() + lists + size.batch * size.dim * rows
+
+
+def front_rows(size: Size, *, both: bool) -> int:
+    """Rows of the extended keys before the keys."""
+    return size.group * size.columns * (_copies(size.queries) if both else 1)
+
+
+def _finished(carry: cute_backward.Sums, scale: float, into):
+    dtype = carry.rows.q.dtype
+    found = into if into.dtype == dtype else torch.empty(into.shape, dtype=dtype, device=into.device)
+    cute_backward.finish(carry, scale, found)
+    return into if found is into else into.copy_(found)
 
 
 def _check(keys: Keys) -> None:
@@ -82,7 +99,8 @@ def _check(keys: Keys) -> None:
 
 def _causal(keys: Keys) -> bool:
     """Everything up to the diagonal: no list needed."""
-    return keys.blocks.dense and keys.blocks.diagonal and keys.columns is None
+    blocks = keys.blocks
+    return blocks.dense and blocks.diagonal and keys.columns is None and len(blocks.k_starts) == len(blocks.q_starts)
 
 
 def _tiles(keys: Keys):
@@ -94,33 +112,42 @@ def _copies(length: int) -> int:
     return min(MOST_COPIES, 1 << max(0, (length // BLOCK // QUERIES_PER_COPY).bit_length() - 1))
 
 
+def _fold(q, k) -> int:
+    """Query heads of a group that follow each other as one: the most that leave the GPU enough programs."""
+    batch, _, heads, _ = q.shape
+    group, blocks = heads // k.shape[2], -(-k.shape[1] // BLOCK)
+    most = max(1, batch * heads * blocks // FOLDED_PROGRAMS)
+    return max(n for n in range(1, group + 1) if group % n == 0 and n <= most)
+
+
 def _extended(keys: Keys, copies: int) -> Keys:
     """The keys behind `copies` copies of each column tile, laid out as cute_lists says."""
     if keys.columns is None:
         return keys
     batch, length, kv_heads, dim = keys.k.shape
-    # [2, B, N, C, D] -> [2, B, member, tile, copy, column, H, D]
-    tiles = keys.columns.kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 3, 4, 5, 2, 6)
+    # [2, B, N, C, D] -> [2, B, tile, member, copy, column, H, D]
+    tiles = keys.columns.kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 4, 3, 5, 2, 6)
     tiles = tiles[:, :, :, :, None].expand(-1, -1, -1, -1, copies, -1, -1, -1)
-    first = tiles.shape[2] * tiles.shape[3] * copies * COLUMN_TILE
-    both = torch.empty(2, batch, first + length, kv_heads, dim, dtype=keys.k.dtype, device=keys.k.device)
+    first, both = tiles.shape[2:6].numel(), keys.front
+    if both is None or both.shape[2] != first + length:
+        both = torch.empty(2, batch, first + length, kv_heads, dim, dtype=keys.k.dtype, device=keys.k.device)
+        both[0, :, first:], both[1, :, first:] = keys.k, keys.v
     both[:, :, :first].unflatten(2, tiles.shape[2:6]).copy_(tiles)
-    both[0, :, first:], both[1, :, first:] = keys.k, keys.v
     return keys._replace(k=both[0], v=both[1])
 
 
 def _column_grads(grads, keys: Keys, copies: int):
     """fp32 [2, B, N, C, D] from the columns' part of the extended keys."""
     members = keys.columns.kv.shape[2] // grads.shape[3]
-    parts = grads.unflatten(2, (members, -1, copies, COLUMN_TILE))
-    summed = parts.sum(4, dtype=torch.float32)  # [2, B, member, tile, column, H, D]
-    return summed.permute(0, 1, 5, 2, 3, 4, 6).flatten(4, 5).flatten(2, 3)
+    parts = grads.unflatten(2, (-1, members, copies, COLUMN_TILE))
+    summed = parts.sum(4, dtype=torch.float32)  # [2, B, tile, member, column, H, D]
+    return summed.permute(0, 1, 5, 3, 2, 4, 6).flatten(4, 5).flatten(2, 3)
 
 
-def _sparse(lists: cute_lists.MaskFull, keys: Keys, q, mask: cute_mask.Mask) -> dict:
-    partly, whole = ([x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in some] for some in lists)
+def _sparse(lists: cute_lists.MaskFull, heads: tuple[int, int], mask: cute_mask.Mask, bits) -> dict:
+    partly, whole = ([x.expand(*heads, *x.shape[2:]) for x in some] for some in lists)
     return {
         "block_sparse_tensors": BlockSparseTensorsTorch(*partly, *whole, block_size=(BLOCK, BLOCK)),
         "mask_mod": mask,
-        "aux_tensors": None if keys.columns is None else [keys.columns.tiles.bits],
+        "aux_tensors": None if bits is None else [bits],
     }

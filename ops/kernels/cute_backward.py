@@ -1,11 +1,15 @@
 """FlashAttention-4's backward pass for Hopper in its three parts, so that the steps of a ring add into one dQ.
 
-    begin     once: rowsum(dout * out), lse in base 2, and dQ zeroed
-    add       a step: dQ of its keys added in fp32, their dK and dV
+    begin     once: rowsum(dout * out), lse in base 2, q and dout head by head, and dQ zeroed
+    add       a hop: dQ of its keys added in fp32, their dK and dV
     finish    once: dQ rounded to the inputs' dtype
 
 The package's own function does all three in one call: over a ring of W ranks it would read dout and out, and write and
-add up dQ, W times.
+add up dQ, W times. And one of its programs sees one query head: dK and dV of a key block are added up in fp32 memory
+among the heads of a group, which tells where a rank has few queries to every key. Here `fold` heads of a group follow
+each other as one long head, so that a program has the queries of all of them:
+
+    4 heads of one key head     fold 1: 4 heads of S' queries     fold 2: 2 of 2 S'     fold 4: 1 of 4 S', no sums
 """
 
 import hashlib
@@ -25,6 +29,7 @@ from flash_attn.cute.cute_dsl_utils import (
 )
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
+from mtraining_nns.ops.kernels import triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
 from mtraining_nns.ops.kernels.contract import Tape
 
@@ -34,34 +39,40 @@ compiled = get_jit_cache("mtraining_bwd")
 
 
 class Sums(NamedTuple):
-    """dq: fp32 [B, N, S' * D] in the kernel's own order; delta, lse: fp32 [B, N, S']; S' is S in whole tiles."""
+    """dq: fp32 [B, N, S' * D] in the kernel's own order; length: S."""
 
     dq: torch.Tensor
-    delta: torch.Tensor
-    lse: torch.Tensor
+    rows: triton_rows.HeadRows
+    length: int
+
+    def folded(self, fold: int) -> tuple:
+        """(q, dout [B, fold * S', N / fold, D], lse, delta, dq), without a copy."""
+        q, dout, lse, delta = (x.unflatten(1, (-1, fold)).flatten(2, 3) for x in self.rows)
+        dq = self.dq.unflatten(1, (-1, fold)).flatten(2, 3)
+        return q.transpose(1, 2), dout.transpose(1, 2), lse, delta, dq
 
 
 def begin(q, tape: Tape) -> Sums:
-    """What all steps share. q [B, S, N, D]."""
-    (batch, length, heads, dim), rows = q.shape, _config(q).m_block_size
-    rounded = -(-length // rows) * rows
-    sums = Sums(*(torch.empty(batch, heads, rounded * n, device=q.device) for n in (dim, 1, 1)))
-    interface._bwd_preprocess(
-        tape.out, tape.dout, sums.delta, tape.lse, sums.lse, sums.dq, None, None, None, _dtype(q), dim, dim, rows,
-        fake_mode=False,
-    )  # fmt: skip
-    return sums
+    """What all hops share. q [B, S, N, D]."""
+    rows = triton_rows.head_rows(q, tape.dout, tape.out, tape.lse, BLOCK)
+    return Sums(torch.zeros(*rows.q.shape[:2], rows.q[0, 0].numel(), device=q.device), rows, q.shape[1])
 
 
 def add(
-    q, k, v, tape: Tape, sums: Sums, dkv, *, causal=False, block_sparse_tensors=None, mask_mod=None, aux_tensors=None
-):
-    """Add dQ over keys k, v [B, Sk, H, D] to `sums` and write dkv [2, B, Sk, H, D]; the options are the package's."""
+    k, v, scale: float, sums: Sums, dkv, *,
+    fold=1, causal=False, block_sparse_tensors=None, mask_mod=None, aux_tensors=None,
+):  # fmt: skip
+    """Add dQ over keys k, v [B, Sk, H, D] to `sums` and write dkv [2, B, Sk, H, D].
+
+    fold: query heads that follow each other as one. causal: S queries and keys, fold 1. The others are the package's.
+    """
+    q, dout, lse, delta, dq = sums.folded(fold)
+    if causal:
+        q, dout = (x[:, : sums.length] for x in (q, dout))
     config, group = _config(q), q.shape[2] // k.shape[2]
     (batch, length, kv_heads, dim), blocks = k.shape, -(-k.shape[1] // config.n_block_size)
-    if group == 1:
-        totals = dkv
-    else:
+    totals = dkv
+    if group > 1:
         totals = torch.zeros(2, batch, kv_heads, blocks * config.n_block_size * dim, device=q.device)
     lists = None
     if block_sparse_tensors is not None:
@@ -69,7 +80,7 @@ def add(
             block_sparse_tensors, batch_size=batch, num_head=q.shape[2], seqlen_q=q.shape[1], seqlen_k=length,
             block_size=(config.m_block_size, config.n_block_size), q_subtile_factor=BLOCK // config.m_block_size,
         )  # fmt: skip
-    tensors = q, k, v, tape.dout, sums.lse, sums.delta, sums.dq, *totals
+    tensors = q, k, v, dout, lse, delta, dq, *totals
     key = (
         SOURCE, _dtype(q), dim, group, causal, mask_mod and utils.hash_callable(mask_mod),
         aux_tensors and get_aux_tensor_metadata(aux_tensors), lists and pattern,
@@ -77,18 +88,18 @@ def add(
     )  # fmt: skip
     if key not in compiled:
         kernel = _kernel(q, group, config, causal, mask_mod, aux_tensors)
-        compiled[key] = _compile(kernel, tensors, tape.scale, aux_tensors, lists)
-    compiled[key](*tensors, tape.scale, *[None] * 9, utils.AuxData(aux_tensors, None), lists and _listed(lists), None)
+        compiled[key] = _compile(kernel, tensors, scale, aux_tensors, lists)
+    compiled[key](*tensors, scale, *[None] * 9, utils.AuxData(aux_tensors, None), lists and _listed(lists), None)
     if group > 1:
-        for total, grad, scale in zip(totals, dkv, (tape.scale, 1.0)):
-            _convert(total, grad, scale, config.n_block_size, config.AtomLayoutNdKV, config.dKV_swapAB, config)
+        for total, grad, factor in zip(totals, dkv, (scale, 1.0)):
+            _convert(total, grad, factor, config.n_block_size, config.AtomLayoutNdKV, config.dKV_swapAB, config)
 
 
-def finish(sums: Sums, q, scale: float) -> torch.Tensor:
-    """dq [B, S, N, D] in q's dtype."""
-    config, dq = _config(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _convert(sums.dq, dq, scale, config.m_block_size, config.AtomLayoutMdQ, config.dQ_swapAB, config)
-    return dq
+def finish(sums: Sums, scale: float, into) -> torch.Tensor:
+    """dq [B, S, N, D], written `into` a tensor of the inputs' dtype."""
+    config = _config(into)
+    _convert(sums.dq, into, scale, config.m_block_size, config.AtomLayoutMdQ, config.dQ_swapAB, config)
+    return into
 
 
 def _config(q) -> interface.BwdConfig:

@@ -79,18 +79,16 @@ def _backward_words(kept: dict, element: tuple[int, int], bits, where, group: in
 
 
 @cute.jit
-def _tile_of(bits, head, kv, group: cutlass.Constexpr, shift: cutlass.Constexpr):
+def _tile_of(bits, kv, group: cutlass.Constexpr, shift: cutlass.Constexpr):
     """(whether the key is a column, the first word of its tile); see cute_lists for how the tiles lie."""
-    tiles = bits.shape[3] >> 2
-    block = kv >> 7
-    is_column = block < group * (tiles << shift)
-    tile = (block - head % group * (tiles << shift)) >> shift
+    tile = (kv >> (7 + shift)) // group
+    is_column = tile < bits.shape[3] >> 2
     return is_column, (tile if is_column else 0) << 2
 
 
 @cute.jit
 def _column_words(bits, batch, head, q, kv, group: cutlass.Constexpr, shift: cutlass.Constexpr):
-    is_column, first = _tile_of(bits, head, kv, group, shift)
+    is_column, first = _tile_of(bits, kv, group, shift)
     row = bits[batch, head, q >> 7, None]
     return is_column, row[first], row[first + 1], row[first + 2], row[first + 3]
 
@@ -109,7 +107,7 @@ def _query_words(is_column, word0, word1, word2, word3, q, kv):
 
 @cute.jit
 def _key_word(bits, batch, head, q, kv, group: cutlass.Constexpr, shift: cutlass.Constexpr):
-    is_column, first = _tile_of(bits, head, kv, group, shift)
+    is_column, first = _tile_of(bits, kv, group, shift)
     word = bits[batch, head, q >> 7, first + ((kv >> 5) & 3)]
     seen = 0 - ((word >> (kv & 31)) & 1)
     return seen if is_column else _later_queries(q, kv)

@@ -7,35 +7,40 @@ device once a query block; use the Triton backend there. Scores and sums are fp3
 import torch
 
 from mtraining_nns.ops.index import BlockIndex, unpacked
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, joined, list_bytes
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, joined
 from mtraining_nns.ops.merge import Partial, merge
 
-CAUSAL_WITHOUT_LISTS = False
+CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = False, True
 
 
-def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""
     part = merge(carry, _blocks_forward(q, keys, scale))
     if keys.columns is not None:
         part = merge(part, _columns_forward(q, keys, scale))
-    return Partial(part.out.to(out_dtype or torch.float32), part.lse)
+    return part if into is None else Partial(into.copy_(part.out), part.lse)
 
 
 def begin(q, tape: Tape) -> None:
     """Nothing is carried."""
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry, dq_dtype=None) -> Grads:
+def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     dq = torch.zeros(q.shape, device=q.device)
     dkv = _blocks_backward(q, keys, tape, dq)
     columns = None if keys.columns is None else _columns_backward(q, keys, tape, dq)
-    return Grads(joined(carry, dq, dq_dtype), dkv, columns)
+    return Grads(joined(carry, dq, into), dkv, columns)
 
 
-def workspace_bytes(q, k, block: int, columns: int) -> int:
+def workspace_bytes(size: Size) -> int:
     """Bytes that one key head and its query heads need beside their results."""
-    return list_bytes(q, k, block)
+    return size.list_bytes()
+
+
+def front_rows(size: Size, *, both: bool) -> int:
+    """None: columns have loops of their own."""
+    return 0
 
 
 def _blocks_forward(q, keys: Keys, scale) -> Partial:

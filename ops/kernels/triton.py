@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mtraining_nns.ops.index import BlockIndex, ColumnTiles, Lists
 from mtraining_nns.ops.kernels import triton_blocks, triton_columns
 from mtraining_nns.ops.kernels.backends import triton_shape_fault
-from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape, list_bytes
+from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape
 from mtraining_nns.ops.merge import Partial
 
 
@@ -36,14 +36,14 @@ TILES = {
 }
 PORTABLE = Tiles(64, 32, 4, 1)  # fp32 inputs and small head dims: few registers and little shared memory
 LEAST = Tiles(32, 32, 4, 1)  # fp32 of head dim 128, so that its gradients fit the 99 KiB of capability 8.6
-CAUSAL_WITHOUT_LISTS = False
+CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = False, True
 
 
-def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
+def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""
     q, keys = _checked(q, keys)
     tiles = _tiles("forward", q, keys.blocks.block)
-    out = torch.empty(q.shape, dtype=out_dtype or torch.float32, device=q.device)
+    out = _place(q, into)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     carried = (out, lse) if carry is None else (x.contiguous() for x in carry)
     triton_blocks.forward_kernel[(_programs(q, keys.blocks, tiles),)](
@@ -51,7 +51,7 @@ def forward(q, keys: Keys, *, scale, carry=None, out_dtype=None) -> Partial:
         *_key_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
         HAS_COLUMNS=keys.columns is not None, CARRY=carry is not None, TMA=_has_tma(q), **_flags(q, keys, tiles),
     )  # fmt: skip
-    return Partial(out, lse)
+    return Partial(_placed(out, into), lse)
 
 
 def begin(q, tape: Tape) -> None:
@@ -59,29 +59,45 @@ def begin(q, tape: Tape) -> None:
     tape.delta  # noqa: B018
 
 
-def backward(q, keys: Keys, tape: Tape, *, carry, dq_dtype=None) -> Grads:
+def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
     q, keys = _checked(q, keys)
     tensors = tape.dout.contiguous(), tape.lse, tape.delta
     columns = None if keys.columns is None else _columns_dkv(q, keys, tensors, tape.scale)
-    return Grads(_dq(q, keys, tensors, tape.scale, carry, dq_dtype), _dkv(q, keys, tensors, tape.scale), columns)
+    return Grads(_dq(q, keys, tensors, tape.scale, carry, into), _dkv(q, keys, tensors, tape.scale), columns)
 
 
-def workspace_bytes(q, k, block: int, columns: int) -> int:
+def workspace_bytes(size: Size) -> int:
     """Bytes that one key head and its query heads need beside their results."""
-    return list_bytes(q, k, block)
+    return size.list_bytes()
 
 
-def _dq(q, keys: Keys, tensors, scale, carry, dtype):
+def front_rows(size: Size, *, both: bool) -> int:
+    """None: columns have loops of their own."""
+    return 0
+
+
+def _place(q, into):
+    """Where kernels write out or dq: contiguous, fp32 unless it is the last call's."""
+    if into is not None and into.is_contiguous():
+        return into
+    return torch.empty(q.shape, dtype=torch.float32 if into is None else into.dtype, device=q.device)
+
+
+def _placed(result, into):
+    return result if into is None or result is into else into.copy_(result)
+
+
+def _dq(q, keys: Keys, tensors, scale, carry, into):
     tiles = _tiles("dq", q, keys.blocks.block)
-    dq = torch.empty(q.shape, dtype=dtype or torch.float32, device=q.device)
+    dq = _place(q, into)
     carried = dq if carry is None else carry.contiguous()
     triton_blocks.dq_kernel[(_programs(q, keys.blocks, tiles),)](
         q, keys.k, keys.v, *tensors, *keys.blocks.by_query, *_query_side(keys), carried, dq,
         *_key_maps(q, keys, tiles), *_sizes(q, keys, keys.blocks.by_query, scale), *_column_sizes(keys),
         HAS_COLUMNS=keys.columns is not None, CARRY=carry is not None, TMA=_has_tma(q), **_flags(q, keys, tiles),
     )  # fmt: skip
-    return dq
+    return _placed(dq, into)
 
 
 def _dkv(q, keys: Keys, tensors, scale):

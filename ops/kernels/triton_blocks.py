@@ -274,7 +274,7 @@ def dkv_kernel(
         head = b * N + n
         shard = b * Sq * N * D + n * D
         if DIAGONAL:
-            for t in range(0, BLOCK // M):
+            for t in range(0, tl.where(j * BLOCK < Sq, BLOCK // M, 0)):  # own keys come before those of others
                 begin = j * BLOCK + t * M
                 rows = begin + tl.arange(0, M)
                 q = load_rows(Q + shard, begin, N * D, Sq, M, D, True)

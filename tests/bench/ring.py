@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tests/bench/ring.py                    S 262144, 16/2, d 128: standard pattern, dense
     torchrun --nproc-per-node 4 tests/bench/ring.py --inner 2 --patterns sparse
 
-Forward and backward are the operator's own passes with the index given, LAYERS of them queued in a row as in a model.
+Forward and backward are the operator's own passes with the index given, LAYERS of them queued in a row as in a model,
+one where they are dense.
 One GPU is rank 0 alone with the whole sequence; `x ideal` is the ring's time over one GPU's time divided by the ranks.
 Exposed is the time for which the compute stream stands still at a wait for a transfer, by CUDA events before and after
 it, mean over ranks. Medians, a layer.
@@ -26,6 +27,7 @@ from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.ring import MODES, Circle, Ring
 
 REPEATS, LAYERS = 10, 4
+DENSE = (3, 1)  # a dense pass takes seconds
 
 
 @contextmanager
@@ -34,6 +36,8 @@ def exposed(waits: dict):
     arrived = Circle.arrived
 
     def timed(self, work, what):
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            return arrived(self, work, what)  # a transfer waits for another one: nothing stands still
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         arrived(self, work, what)
@@ -47,12 +51,12 @@ def exposed(waits: dict):
         Circle.arrived = arrived
 
 
-def passes(operator, inputs, seq_len: int) -> tuple[list[float], list[dict]]:
+def passes(operator, inputs, seq_len: int, repeats=REPEATS, layers=LAYERS) -> tuple[list[float], list[dict]]:
     """Milliseconds of a forward and a backward pass, and the exposed waits of both."""
     *tensors, dout = inputs
     leaves = [x.detach().requires_grad_() for x in tensors]
     times, waits = ([], []), [defaultdict(list), defaultdict(list)]
-    for turn in range(REPEATS + 2):
+    for turn in range(repeats + 2):
         ready = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         if dist.is_initialized() and operator.ring.world > 1:
             dist.barrier()
@@ -60,7 +64,7 @@ def passes(operator, inputs, seq_len: int) -> tuple[list[float], list[dict]]:
         torch.cuda.synchronize()
         ready[0].record()
         with exposed(kept[0]):
-            outs = [operator(*leaves, seq_len=seq_len) for _ in range(LAYERS)]
+            outs = [operator(*leaves, seq_len=seq_len) for _ in range(layers)]
         ready[1].record()
         with exposed(kept[1]):
             while outs:
@@ -69,7 +73,7 @@ def passes(operator, inputs, seq_len: int) -> tuple[list[float], list[dict]]:
         torch.cuda.synchronize()
         if turn >= 2:
             for part in (0, 1):
-                times[part].append(ready[part].elapsed_time(ready[part + 1]) / LAYERS)
+                times[part].append(ready[part].elapsed_time(ready[part + 1]) / layers)
     by_what = [{what: [a.elapsed_time(b) for a, b in events] for what, events in part.items()} for part in waits]
     return [statistics.median(part) for part in times], by_what
 
@@ -78,17 +82,17 @@ def report(name: str, shape: Shape, index: DistanceIndex, rings: dict[str, Ring]
     world, rank = dist.get_world_size(), dist.get_rank()
     config, inner = AttentionConfig(block=index.block, **settings), next(iter(rings.values())).node_size
     layout = Layout.of(config, shape.seq_len, world, inner)
-    inputs = shape.inputs()
+    inputs, size = shape.inputs(), DENSE if index.dense else (REPEATS, LAYERS)
     alone = [0.0, 0.0]
     if rank == 0:
-        alone, _ = passes(operator_of(index, device_type="cuda", **settings), inputs, shape.seq_len)
+        alone, _ = passes(operator_of(index, device_type="cuda", **settings), inputs, shape.seq_len, *size)
         print(f"{shape}  {name:18s} one GPU          {alone[0]:8.2f} {alone[1]:8.2f}", flush=True)
     dist.barrier()
     local = [layout.shard(x, rank) for x in inputs]
     del inputs
     for mode, ring in rings.items():
         operator = operator_of(index, ring, "cuda", **settings)
-        found, waits = passes(operator, local, shape.seq_len)
+        found, waits = passes(operator, local, shape.seq_len, *size)
         slowest = torch.tensor(found, device="cuda")
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         ms, ideal = slowest.tolist(), [part / world for part in alone]
