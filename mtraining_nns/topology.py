@@ -4,16 +4,14 @@ nodes a a a a b b b b, cp 8      hierarchical, inner 4
 nodes a a a a b b b b, cp 4      flat: no ring leaves its node
 nodes a a b b b, cp 5            flat: nodes hold 2 and 3 ranks; asked for hierarchical, an error
 
-Within a node, among three ranks or more, keys are gathered by default: each hop costs a pass over queries and sums, so
-few hops with the keys of several ranks beat many (docs/benchmarks.md, compute of one rank).
+Within a node keys are gathered by default: each hop costs a pass over queries and sums, so one hop with the keys of all
+ranks beats many (docs/benchmarks.md).
 """
 
 import itertools
 from typing import NamedTuple
 
 from mtraining_nns.errors import UserError
-
-GATHER_FROM = 3  # ranks of an inner circle; of two, both modes have two hops
 
 
 class Shape(NamedTuple):
@@ -54,7 +52,7 @@ def inner_mode(parallel, inner: int | None, nodes: list[str]) -> str:
     if parallel.inner_mode != "auto":
         return parallel.inner_mode
     within = inner is not None or all(len(_runs(ring)) == 1 for ring in _rings(parallel, nodes))
-    return "gather" if within and (inner or parallel.cp) >= GATHER_FROM else "ring"
+    return "gather" if within else "ring"
 
 
 def _rings(parallel, nodes: list[str]) -> list[list[str]]:

@@ -10,15 +10,17 @@ Within a node there are two modes:
     ring      keys go around hop by hop, and so do the sums of their gradients. A forward pass begins with a rank's own
               keys, under which the first others come. A backward pass ends with them: sums come home under the last hop
     gather    keys go straight to every rank, the heads in pieces: a hop has the keys of all ranks of a node for some
-              heads, and the next piece comes meanwhile. What a rank finds for the keys of others goes straight home
+              heads, and the next piece comes meanwhile. What a rank finds for the keys of others goes straight home.
+              Where else there would be nothing to do meanwhile, when a pass begins and when a backward one ends, own
+              keys are a hop by themselves
 
 Between nodes sums follow the keys along the outer circle while the next steps are computed; what the ranks of a node
 found is added up before. Source: MTraining, algorithm 2, with the node's offset in the inner neighbour and steps
 counted from 0.
 
-    2 nodes of 2, rank 0      ring, forward     ring, backward      gather, forward      gather, backward
-    pieces of heads           all of them                           a, b                 a, b
-    hops                      0 | 1 | 2 | 3     2 | 3 | 1 | 0       a01 b01 a23 b23      a01 a23 b23 b01
+    2 nodes of 2, rank 0      ring, forward     ring, backward      gather, forward           gather, backward
+    pieces of heads           all of them                           a, b                      a, b
+    keys of ranks             0 | 1 | 2 | 3     2 | 3 | 1 | 0       a0 a1 b01 a23 b23         a0 a1 a23 b23 b1 b0
 """
 
 import functools
@@ -33,44 +35,53 @@ from mtraining_nns.ops.ring import Exchange, Ring, Swap
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
-class Hop(NamedTuple):
-    """Keys and values [B, n * S, h, D] of n ring ranks end to end, this rank's own before those of others.
+class Arrived(NamedTuple):
+    """Keys and values [B, n * S, h, D] of n ring ranks end to end.
 
-    piece: number of the heads among those of the journey; first, last: hop of these heads, in the order of the pass.
-    outer, inner: the outer step, and of each rank the inner one; inner step 0 has what the outer circle brought.
     front: [2, B, rows + n * S, h, D] whose last rows are the keys and values, or None.
     """
 
+    k: torch.Tensor
+    v: torch.Tensor
+    front: torch.Tensor | None = None
+
+
+class Hop(NamedTuple):
+    """Keys of some ranks, this one before others, and of some heads.
+
+    arrive: waits for them, and sends for the next ones; call it once. piece: which of the journey's heads.
+    outer, inner: the outer step, and of each rank the inner one; inner step 0 has what the outer circle brought.
+    first, last: of these heads, in the order of the pass. columns: the hop of these heads with which columns are
+    treated, so that they have time to come, or their gradients to get home.
+    """
+
     sources: tuple[int, ...]
-    kv: KV
+    arrive: Callable[[], Arrived]
     piece: int
-    first: bool
-    last: bool
     outer: int
     inner: tuple[int, ...]
-    front: torch.Tensor | None = None
+    first: bool
+    last: bool
+    columns: bool
 
 
 class Journey:
     """The keys of every rank on their way past this one; the first others are sent for at once.
 
-    Iterate once. A hop's tensors live until the next hop. name: of the keys, for error messages. pieces: key heads that
-    are treated at once. backward: in the order of backward passes. front: rows to leave before gathered keys in the
-    last hop of each piece, in the first one of backward passes.
+    Iterate once. What arrives lives until the next hop. name: of the keys, for error messages. pieces: key heads that
+    are treated at once. backward: in the order of backward passes. front: rows to leave before gathered keys in hops
+    with columns. apart: own keys are always a hop by themselves.
     """
 
     def __init__(
         self, ring: Ring, k: torch.Tensor, v: torch.Tensor, name: str, *,
-        pieces: Sequence[slice] = (slice(None),), backward: bool = False, front: int = 0,
+        pieces: Sequence[slice] = (slice(None),), backward: bool = False, front: int = 0, apart: bool = False,
     ):  # fmt: skip
         self.ring, self.own, self.name, self.pieces = ring, (k, v), name, pieces
-        self.backward, self.front = backward, front
+        self.backward, self.front, self.apart = backward, front, apart
         self.outer, self.inner = ring.levels
         self.along = Exchange(self.outer, f"{name}, between nodes")
-        if ring.mode == "gather" and ring.world > 1:
-            self.hops = self._gathered(self._gather_order())
-        else:
-            self.hops = self._around_circles()
+        self.hops = self._gathered() if ring.mode == "gather" and ring.world > 1 else self._around_circles()
         next(self.hops)  # sends for the first keys
 
     def __iter__(self) -> Iterator[Hop]:
@@ -96,51 +107,52 @@ class Journey:
             last_turn = turn + 1 == steps
             coming = None if last_turn or order[turn + 1] == 0 else self._send_on(shard)
             here, fetch = (self.own, ahead) if i == 0 else (shard, self._fetch(i, 1, shard))
-            around = self._around(i, here, fetch, own_last=self.backward and last_turn)
-            for first, last, j, kv in around:
+            for first, last, j, arrive in self._around(i, here, fetch, own_last=self.backward and last_turn):
+                first, last = turn == 0 and first, last_turn and last
+                source, columns = self.ring.source(i, j), first if self.backward else last
                 for c, heads in enumerate(self.pieces):
-                    part, source = tuple(x[:, :, heads] for x in kv), self.ring.source(i, j)
-                    yield Hop((source,), part, c, turn == 0 and first, last_turn and last, i, (j,))
+                    yield Hop((source,), functools.partial(arrive, heads), c, i, (j,), first, last, columns)
             if coming is not None:
                 self.along.wait()
                 shard = coming
 
-    def _around(self, i: int, shard: KV, fetch, *, own_last: bool) -> Iterator[tuple[bool, bool, int, KV]]:
-        """(first, last, inner step, keys and values) of one outer step."""
-        steps = self.inner.world
-        for turn in range(steps):
-            j, here = (turn + own_last) % steps, shard
+    def _around(self, i: int, shard: KV, fetch, *, own_last: bool) -> Iterator[tuple[bool, bool, int, Callable]]:
+        """(first, last, inner step, what waits for some heads) of one outer step."""
+        steps, here = self.inner.world, shard
+
+        def come(j: int) -> None:
+            nonlocal here, fetch
+            here = shard
             if j > 0:
                 fetch.wait()
                 here = fetch.arriving
-                if j + 1 < steps:
-                    fetch = self._fetch(i, j + 1, here)
-            yield turn == 0, turn + 1 == steps, j, here
+                fetch = self._fetch(i, j + 1, here) if j + 1 < steps else None
+
+        for turn in range(steps):
+            j, waiting = (turn + own_last) % steps, [True]
+
+            def arrive(heads: slice, j=j, waiting=waiting) -> Arrived:
+                if waiting:
+                    waiting.clear()
+                    come(j)
+                return Arrived(*(x[:, :, heads] for x in here))
+
+            yield turn == 0, turn + 1 == steps, j, arrive
 
     def _fetch(self, i: int, j: int, sent: KV) -> "Fetch | None":
         if self.inner.world == 1:
             return None
         return Fetch(self.inner, f"{self.name}, hop {i * (self.inner.world - 1) + j}", sent)
 
-    def _gather_order(self) -> list[tuple[int, int]]:
-        """(outer step, piece) of each hop.
+    def _gathered(self) -> Iterator[Hop | None]:
+        """First None, then hops of the ranks of a node."""
+        order = self._order()
+        places = [[n for n, stop in enumerate(order) if stop.piece == c] for c in range(len(self.pieces))]
+        with_columns = {self._with_columns(order, ns) for ns in places}
+        gathered = [n for n, stop in enumerate(order) if not stop.own]
+        shards, newest, coming = {0: self.own}, 0, {}  # by outer step; the last of them; by place in the order
 
-        Backward passes come to the keys of a rank's own node first with some heads, under which those of other nodes
-        come, and last with the others, under which gradients come home.
-        """
-        pieces, nodes = range(len(self.pieces)), range(self.outer.world)
-        if not self.backward or len(nodes) == 1:
-            return [(i, c) for i in nodes for c in pieces]
-        half, others = len(pieces) // 2, [(i, c) for i in nodes[1:] for c in pieces]
-        return [(0, c) for c in pieces[:half]] + others + [(0, c) for c in pieces[half:]]
-
-    def _gathered(self, order: list[tuple[int, int]]) -> Iterator[Hop | None]:
-        """First None, then hops of all ranks of a node."""
-        inner = tuple(range(self.inner.world))
-        places = [[n for n, (_, piece) in enumerate(order) if piece == c] for c in range(len(self.pieces))]
-        shards, newest = {0: self.own}, 0  # by outer step
-
-        def send_for(i: int) -> None:
+        def send_on(i: int) -> None:
             nonlocal newest
             if newest < i < self.outer.world:
                 shards[i], newest = self._send_on(shards[i - 1]), i
@@ -148,23 +160,68 @@ class Journey:
                     del shards[i - 2]
 
         def gather(n: int) -> Gathering:
-            i, c = order[n]
-            front = self.front if n == places[c][0 if self.backward else -1] else 0
-            arrived = self.along.wait if i == newest else None
-            return Gathering(self.inner, f"{self.name}, hop {n + 1}", shards[i], self.pieces[c], front, arrived)
+            i, c, inner = order[n]
+            front, arrived = self.front if n in with_columns else 0, self.along.wait if i == newest else None
+            return Gathering(self.inner, f"{self.name}, hop {n + 1}", shards[i], self.pieces[c], inner, front, arrived)
 
-        send_for(order[0][0])
-        coming = gather(0)
-        yield None
-        for n, (i, c) in enumerate(order):
-            here, coming = coming or gather(n), None
-            here.wait()
-            send_for(i + 1)
+        def arrive(n: int) -> Arrived:
+            if order[n].own:
+                here = Arrived(*(x[:, :, self.pieces[order[n].piece]] for x in self.own))
+            else:
+                here = (coming.pop(n, None) or gather(n)).wait()
+            send_on(order[n].outer + 1)
+            after = next((m for m in gathered if m > n and m not in coming), None)
             # on a CPU, waiting for the keys of another node would hold up the work that they should come under
-            if n + 1 < len(order) and (here.on_gpu or order[n + 1][0] in (0, i)):
-                coming = gather(n + 1)
-            sources = tuple(self.ring.source(i, j) for j in inner)
-            yield Hop(sources, here.kv, c, n == places[c][0], n == places[c][-1], i, inner, here.front)
+            if after is not None and not coming and (here.k.is_cuda or order[after].outer in (0, order[n].outer)):
+                coming[after] = gather(after)
+            return here
+
+        send_on(order[0].outer)
+        coming.update((n, gather(n)) for n in gathered[:1] if order[n].outer in shards)
+        yield None
+        for n, (i, c, inner) in enumerate(order):
+            sources, ns = tuple(self.ring.source(i, j) for j in inner), places[c]
+            arrived = functools.partial(arrive, n)
+            yield Hop(sources, arrived, c, i, inner, n == ns[0], n == ns[-1], n in with_columns)
+
+    def _order(self) -> list["Stop"]:
+        """Hops that gather.
+
+        Backward passes come to the keys of a rank's own node first with some heads, under which those of other nodes
+        come, and last with the others, under which gradients come home.
+        """
+        pieces, steps = range(len(self.pieces)), tuple(range(self.inner.world))
+        elsewhere = [Stop(i, c, steps) for i in range(1, self.outer.world) for c in pieces]
+        early = len(pieces) // 2 if self.backward and elsewhere else len(pieces)
+
+        def here(c: int) -> list[Stop]:
+            parts = [steps]
+            at_end = self.backward and c == pieces[-1]
+            if len(steps) > 1 and (c == 0 or at_end or self.apart):
+                parts = [steps[1:], steps[:1]] if at_end else [steps[:1], steps[1:]]
+            return [Stop(0, c, inner) for inner in parts]
+
+        before, after = ([stop for c in some for stop in here(c)] for some in (pieces[:early], pieces[early:]))
+        return before + elsewhere + after
+
+    def _with_columns(self, order: list["Stop"], places: list[int]) -> int:
+        """At which of the places of some heads their columns are treated."""
+        if not self.backward:
+            return places[-1]
+        return next((n for n in places if not order[n].own), places[0])
+
+
+class Stop(NamedTuple):
+    """Outer step, piece of heads and inner steps of a hop that gathers."""
+
+    outer: int
+    piece: int
+    inner: tuple[int, ...]
+
+    @property
+    def own(self) -> bool:
+        """Whether it has a rank's own keys alone."""
+        return self.outer == 0 and self.inner == (0,)
 
 
 class Fetch:
@@ -180,34 +237,35 @@ class Fetch:
 
 
 class Gathering:
-    """Keys and values of some heads of all ranks of a circle, under way; [B, n * S, h, D] each, own ones first.
+    """Keys and values of some heads of ranks so many places back in a circle, under way; 0 places are this rank's own.
 
-    shard: this rank's, of all heads; arrived: waits for it. On a GPU that happens on a stream of its own: the pass goes
-    on meanwhile.
+    Ranks send to each other what they ask for themselves. shard: this rank's keys and values, of all heads; arrived:
+    waits for them. On a GPU that happens on a stream of its own: the pass goes on meanwhile.
     """
 
-    def __init__(self, circle, what: str, shard: KV, heads: slice, front: int, arrived: Callable[[], None] | None):
+    def __init__(self, circle, what: str, shard: KV, heads: slice, places: tuple[int, ...], front: int, arrived):
         self.shard = shard  # alive until it is sent
         own = tuple(x[:, :, heads] for x in shard)
         batch, length, *rest = own[0].shape
-        rows = front + circle.world * length
-        both = torch.empty(2, batch, rows, *rest, dtype=own[0].dtype, device=own[0].device)
-        self.kv, self.front = (both[0, :, front:], both[1, :, front:]), both if front else None
-        self.on_gpu, self.exchange = both.is_cuda, Exchange(circle, what)
-        shards = both[:, :, front:].unflatten(2, (circle.world, length)).unbind(2)
+        both = torch.empty(2, batch, front + len(places) * length, *rest, dtype=own[0].dtype, device=own[0].device)
+        self.arriving = Arrived(both[0, :, front:], both[1, :, front:], both if front else None)
+        self.exchange = Exchange(circle, what)
+        parts = dict(zip(places, both[:, :, front:].unflatten(2, (len(places), length)).unbind(2)))
+        sent = parts[0] if 0 in parts else torch.empty_like(parts[places[0]], memory_format=torch.contiguous_format)
         with _aside(both.device):
             if arrived is not None:
                 arrived()
-            for into, x in zip(shards[0], own):
+            for into, x in zip(sent, own):
                 into.copy_(x)
-            self.exchange.start(*(swap for m in range(1, circle.world) for swap in _swaps(shards[0], shards[m], m)))
+            self.exchange.start(*(swap for m in places if m for swap in _swaps(sent, parts[m], m)))
 
-    def wait(self) -> None:
+    def wait(self) -> Arrived:
         """Until they have arrived."""
         self.exchange.wait()
-        if self.on_gpu:
-            torch.cuda.current_stream().wait_stream(_side_stream(self.kv[0].device))
+        if self.arriving.k.is_cuda:
+            torch.cuda.current_stream().wait_stream(_side_stream(self.arriving.k.device))
         self.shard = None
+        return self.arriving
 
 
 def _swaps(send: torch.Tensor, receive: torch.Tensor, ahead: int) -> list[Swap]:
@@ -277,10 +335,11 @@ class Homeward:
 
     def _send_home(self, step: "_Step", hop: Hop, dkv: torch.Tensor) -> None:
         """Straight to the ranks whose keys they are; what others found for this rank's keys comes meanwhile."""
-        own, *others = dkv.unflatten(2, (len(hop.inner), -1)).unbind(2)
-        step.own = own.float().contiguous()
-        if others:
-            self._start(step, others, [-place for place in hop.inner[1:]])
+        parts = dict(zip(hop.inner, dkv.unflatten(2, (len(hop.inner), -1)).unbind(2)))
+        if 0 in parts:
+            step.own = parts.pop(0).float().contiguous()
+        if parts:
+            self._start(step, list(parts.values()), [-place for place in parts])
 
     def _start(self, step: "_Step", sums: list[torch.Tensor], places: list[int]) -> None:
         exchange = Exchange(self.inner, f"gradients of keys of layer {self.layer}, hop {self.hops}")

@@ -15,7 +15,7 @@ What is kept, where it lies and which kernels run is decided before (`Call`); no
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,31 +96,27 @@ class Call:
         kernels = self.backward if both else self.forward
         front = kernels.front_rows(self.size(q, k), both=both) if self.index.columns else 0
         pieces, name = [chunk.kv_heads for chunk in chunks], f"keys of layer {self.layer}"
-        return Journey(self.place.ring, k, v, name, pieces=pieces, backward=both, front=front)
+        apart = not kernels.OWN_WITH_OTHERS
+        return Journey(self.place.ring, k, v, name, pieces=pieces, backward=both, front=front, apart=apart)
 
-    def keys(self, hop: Hop, columns: GatheredColumns | None, heads: slice, *, both: bool) -> "Iterator[Part]":
-        """What some heads see at a hop, all at once or own keys first; both: by key block, too, for backward passes."""
-        kernels, own = self.backward if both else self.forward, self.place.ring.rank
-        columns = columns and columns.heads(heads)
-        if len(hop.sources) > 1 and own in hop.sources and not kernels.OWN_WITH_OTHERS:
-            length = self.place.layout.local_len
-            mine, others = ([x[:, some] for x in hop.kv] for some in (slice(length), slice(length, None)))
-            yield Part(Keys(*mine, self._blocks((own,), heads, kernels, both=both)), False)
-            yield Part(Keys(*others, self._blocks(hop.sources[1:], heads, kernels, both=both), columns), True)
-        else:
-            yield Part(Keys(*hop.kv, self._blocks(hop.sources, heads, kernels, both=both), columns, hop.front), True)
+    def keys(self, hop: Hop, columns: Callable[[], GatheredColumns | None], heads: slice, *, both: bool) -> Keys:
+        """What some heads see at a hop; both: by key block, too, as backward passes need it."""
+        blocks = self._blocks(hop, heads, both=both)
+        k, v, front = hop.arrive()
+        gathered = columns() if hop.columns else None
+        return Keys(k, v, blocks, gathered and gathered.heads(heads), front)
 
     @property
     def _gathers(self) -> bool:
         ring = self.place.ring
         return ring.mode == "gather" and ring.world > 1
 
-    def _blocks(self, sources: tuple[int, ...], heads: slice, kernels, *, both: bool) -> BlockIndex:
-        own = self.place.ring.rank
-        q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in sources])
-        if self.index.dense and sources == (own,) and kernels.CAUSAL_WITHOUT_LISTS:
+    def _blocks(self, hop: Hop, heads: slice, *, both: bool) -> BlockIndex:
+        own, kernels = self.place.ring.rank, self.backward if both else self.forward
+        q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in hop.sources])
+        if self.index.dense and hop.sources == (own,) and kernels.CAUSAL_WITHOUT_LISTS:
             return BlockIndex.causal(q_starts, self.index.block)
-        return block_lists(self.index.heads(heads), q_starts, k_starts, diagonal=own in sources, both=both)
+        return block_lists(self.index.heads(heads), q_starts, k_starts, diagonal=own in hop.sources, both=both)
 
     def _starts(self, rank: int) -> torch.Tensor:
         return self.place.layout.block_starts(rank, self.index.device)
@@ -131,13 +127,6 @@ class Chunk(NamedTuple):
 
     heads: slice
     kv_heads: slice
-
-
-class Part(NamedTuple):
-    """Keys of a hop; last: no more of it follow."""
-
-    keys: Keys
-    last: bool
 
 
 def _joined(parts, dim: int) -> torch.Tensor:
@@ -174,10 +163,13 @@ def _forward(q, k, v, call: Call) -> Partial:
     out, parts = torch.empty_like(q), [None] * len(chunks)
     for hop in journey:
         heads, c = chunks[hop.piece].heads, hop.piece
-        for keys, last in call.keys(hop, columns() if hop.last else None, heads, both=False):
-            into = out[:, :, heads] if hop.last and last else None
-            parts[c] = call.forward.forward(q[:, :, heads], keys, scale=call.scale, carry=parts[c], into=into)
-            del keys  # before the next ones
+        parts[c] = call.forward.forward(
+            q[:, :, heads],
+            call.keys(hop, columns, heads, both=False),  # unnamed: gone before the next ones
+            scale=call.scale,
+            carry=parts[c],
+            into=out[:, :, heads] if hop.last else None,
+        )
     return Partial(out, _joined([part.lse for part in parts], 1))
 
 
@@ -188,18 +180,18 @@ def _backward(q, k, v, tape: Tape, call: Call):
     columns, tapes = call.gather(rows, k, v), [tape.heads(chunk.heads) for chunk in chunks]
     dq, carried, sums = torch.empty_like(q), [None] * len(chunks), [None] * len(chunks)
     for hop in journey:
-        heads, c, found = chunks[hop.piece].heads, hop.piece, []
+        heads, c = chunks[hop.piece].heads, hop.piece
         if hop.first:
             carried[c] = call.backward.begin(q[:, :, heads], tapes[c])
-        for keys, last in call.keys(hop, columns() if hop.first else None, heads, both=True):
-            into = dq[:, :, heads] if hop.last and last else None
-            found.append(call.backward.backward(q[:, :, heads], keys, tapes[c], carry=carried[c], into=into))
-            carried[c] = found[-1].dq
-            del keys  # before the next ones
-        if found[-1].columns is not None:
+        keys = call.keys(hop, columns, heads, both=True)
+        into = dq[:, :, heads] if hop.last else None
+        found = call.backward.backward(q[:, :, heads], keys, tapes[c], carry=carried[c], into=into)
+        del keys  # before the next ones
+        carried[c] = found.dq
+        if found.columns is not None:
             with placing(f"columns of layer {call.layer}"):
-                sums[c] = rows.start_sum(found[-1].columns)
-        home.add(hop, _joined([part.dkv for part in found], 2))
+                sums[c] = rows.start_sum(found.columns)
+        home.add(hop, found.dkv)
     dkv = _joined(home.finish(), 3)
     if rows is not None:
         with placing(f"columns of layer {call.layer}"):

@@ -242,10 +242,17 @@ def _circle(circles: list[tuple[int, ...]], timeout: timedelta | None, watch: Wa
     """Make groups of all circles, in one order on all ranks, and return this rank's."""
     mine = None
     for ranks in circles:
-        group = dist.new_group(list(ranks), timeout=timeout)
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=_group_options())
         if dist.get_rank() in ranks:
             mine = Circle(ranks.index(dist.get_rank()), ranks, group, watch)
     return mine
+
+
+def _group_options():
+    """Transfers are short and waited for: on GPUs their blocks run before those of kernels that are queued already."""
+    if dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def _connect(circle: Circle, places) -> None:

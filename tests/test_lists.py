@@ -257,7 +257,7 @@ def random_tiles(batch, heads, blocks, count, device, seed=0) -> ColumnTiles:
 
 
 def extended(mask, state, *, group, copies, diagonal) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mask, full) bool [B, N, nq, T * G * R + nk]: what each query block sees of the extended key blocks.
+    """(mask, full) bool [B, N, nq, G * T * R + nk]: what each query block sees of the extended key blocks.
 
     mask: bool [B, N, nq, nk] kept earlier blocks; state [B, N, nq, T] or None.
     """
@@ -269,7 +269,7 @@ def extended(mask, state, *, group, copies, diagonal) -> tuple[torch.Tensor, tor
         some[..., columns:] = torch.eye(nq, nk, dtype=torch.bool)
     if columns:
         for b, n, i, t in product(*map(range, state.shape)):
-            block = (t * group + n % group) * copies + i % copies
+            block = (n % group * state.shape[-1] + t) * copies + i % copies
             some[b, n, i, block], whole[b, n, i, block] = state[b, n, i, t] == 1, state[b, n, i, t] == 2
     return some, whole
 

@@ -36,8 +36,8 @@ def test_auto_is_hierarchical_on_equal_nodes(nodes, cp, expected):
         ("aaaabbbb", 8, "gather"),
         ("aaaa", 4, "gather"),
         ("aaaabbbb", 4, "gather"),
-        ("aabb", 2, "ring"),
-        ("aabb", 4, "ring"),  # inner circles of two
+        ("aabb", 2, "gather"),
+        ("aabb", 4, "gather"),
         ("aabbb", 5, "ring"),  # a flat ring across nodes
         ("abcd", 4, "ring"),
     ],

@@ -125,8 +125,8 @@ def _extended(keys: Keys, copies: int) -> Keys:
     if keys.columns is None:
         return keys
     batch, length, kv_heads, dim = keys.k.shape
-    # [2, B, N, C, D] -> [2, B, tile, member, copy, column, H, D]
-    tiles = keys.columns.kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 4, 3, 5, 2, 6)
+    # [2, B, N, C, D] -> [2, B, member, tile, copy, column, H, D]
+    tiles = keys.columns.kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 3, 4, 5, 2, 6)
     tiles = tiles[:, :, :, :, None].expand(-1, -1, -1, -1, copies, -1, -1, -1)
     first, both = tiles.shape[2:6].numel(), keys.front
     if both is None or both.shape[2] != first + length:
@@ -139,9 +139,9 @@ def _extended(keys: Keys, copies: int) -> Keys:
 def _column_grads(grads, keys: Keys, copies: int):
     """fp32 [2, B, N, C, D] from the columns' part of the extended keys."""
     members = keys.columns.kv.shape[2] // grads.shape[3]
-    parts = grads.unflatten(2, (-1, members, copies, COLUMN_TILE))
-    summed = parts.sum(4, dtype=torch.float32)  # [2, B, tile, member, column, H, D]
-    return summed.permute(0, 1, 5, 3, 2, 4, 6).flatten(4, 5).flatten(2, 3)
+    parts = grads.unflatten(2, (members, -1, copies, COLUMN_TILE))
+    summed = parts.sum(4, dtype=torch.float32)  # [2, B, member, tile, column, H, D]
+    return summed.permute(0, 1, 5, 2, 3, 4, 6).flatten(4, 5).flatten(2, 3)
 
 
 def _sparse(lists: cute_lists.MaskFull, heads: tuple[int, int], mask: cute_mask.Mask, bits) -> dict:

@@ -2,14 +2,17 @@
 
     extended keys of a kv head, G query heads, T column tiles, R copies:
 
-        | tile 0: member 0 copies 0 .. R-1, member 1 .., member G-1 ..  | .. | tile T-1 | key block 0 .. nk-1 |
-          0       (t * G + m) * R + r                                                     G * T * R + j
+        | member 0: tile 0 copies 0 .. R-1, tile 1 .., tile T-1 ..  | .. | member G-1 | key block 0 .. nk-1 |
+          0         (m * T + t) * R + r                                                 G * T * R + j
 
 Query head n is member m = n % G of its group and sees no other member's columns. A column tile's queries are shared
 among its R copies, query block i using copy i % R, so that the backward pass has R programs for each; the forward
-pass needs one. The backward pass may take F heads of a group as one that has their query blocks one after another,
-block i of the f-th being f * nq + i. The mask function is applied to blocks of `mask` alone: column tiles of which a
-query block sees some columns, and the diagonal. Blocks of `full` are seen whole.
+pass needs one. Programs run about in the order of blocks: those of one member read the same queries and add to the same
+dQ while both are in the cache. The backward pass may take F heads of a group as one that has their query blocks one
+after another, block i of the f-th being f * nq + i.
+
+The mask function is applied to blocks of `mask` alone: column tiles of which a query block sees some columns, and the
+diagonal. Blocks of `full` are seen whole.
 
 Nothing waits for the device; only the first `count` entries of a list are written.
 """
@@ -104,11 +107,11 @@ def query_rows(
     FULL_INDEX += row * (tiles + nk)
     tile = tl.arange(0, TILES)
     state = tl.load(STATE + row * tiles + tile, mask=tile < tiles, other=0)
-    masked = append(MASK_INDEX, 0, tile * group + member, state == 1)
+    masked = append(MASK_INDEX, 0, member * tiles + tile, state == 1)
     if DIAGONAL:
         tl.store(MASK_INDEX + masked, group * tiles + i)
     tl.store(MASK_COUNT + row, masked + DIAGONAL)
-    full = append(FULL_INDEX, 0, tile * group + member, state == 2)
+    full = append(FULL_INDEX, 0, member * tiles + tile, state == 2)
     listed = (i if SHARED else row).to(tl.int64)
     count = tl.load(COUNT + listed)
     copy_list(FULL_INDEX + full, INDEX + listed * nk, count, group * tiles, CHUNK)
@@ -129,9 +132,9 @@ def key_rows(
     FULL_INDEX += row * FOLD * nq
     masked, full = 0, 0
     if block < columns:
-        place = block // COPIES % group - head % group  # of the column's head among these
+        place = block // (COPIES * tiles) - head % group  # of the column's head among these
         here = (place >= 0) & (place < FOLD)
-        STATE += (head + place).to(tl.int64) * nq * tiles + block // (COPIES * group)
+        STATE += (head + place).to(tl.int64) * nq * tiles + block // COPIES % tiles
         for first in range(tl.where(here, block % COPIES, nq), nq, CHUNK * COPIES):
             i = first + tl.arange(0, CHUNK) * COPIES
             state = tl.load(STATE + i * tiles, mask=i < nq, other=0)

@@ -81,9 +81,9 @@ def _backward_words(kept: dict, element: tuple[int, int], bits, where, group: in
 @cute.jit
 def _tile_of(bits, kv, group: cutlass.Constexpr, shift: cutlass.Constexpr):
     """(whether the key is a column, the first word of its tile); see cute_lists for how the tiles lie."""
-    tile = (kv >> (7 + shift)) // group
-    is_column = tile < bits.shape[3] >> 2
-    return is_column, (tile if is_column else 0) << 2
+    place, tiles = kv >> (7 + shift), bits.shape[3] >> 2
+    is_column = place < group * tiles
+    return is_column, (place % tiles if is_column else 0) << 2
 
 
 @cute.jit

@@ -59,7 +59,7 @@ def block_scores(q, k, place: Place, *, stride: int, scale: float) -> torch.Tens
     ring = replace(place.ring, mode="ring")  # the keys of one rank a hop
     # one tensor travels, as the two halves that a journey takes
     for hop in Journey(ring, *(x.contiguous() for x in k.chunk(2, 1)), name="keys"):
-        estimate.add(torch.cat(hop.kv, 1), *hop.sources)
+        estimate.add(torch.cat(hop.arrive()[:2], 1), *hop.sources)
     return estimate.scores()
 
 
