@@ -18,7 +18,7 @@ from mtraining_nns.ops import kernels
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.passes import Call, attend
+from mtraining_nns.ops.passes import Call, attend, set_out
 from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
 from mtraining_nns.ops.ring import Ring, RingError, placing
 from mtraining_nns.ops.store import IndexStore
@@ -58,21 +58,22 @@ class Operator:
         q, k, v = (x.contiguous() for x in _one_dtype(q, k, v))
         self._agree(layer, (layout.seq_len, *q.shape, k.shape[2], DTYPES.index(q.dtype)))
 
+        self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
+        forward, backward = (kernels.load(x(layout.seq_len, layer)[0]) for x in (self.choice, self.backward_choice))
+        place = Place(layout, self.ring)
+
         def build():
             with placing(f"estimate of layer {layer}"):
-                return self._pattern(layer, layout).build(q, k, Place(layout, self.ring), self.config, scale), layout
+                return self._pattern(layer, layout).build(q, k, place, self.config, scale), layout
 
         with torch.autocast(q.device.type, enabled=False):
+            dense = self._keeps_all(layer, layout.seq_len)
+            columns = 0 if dense else PATTERNS[self.config.pattern].most_columns(self.config)
+            # keys travel during the estimate
+            start = set_out(q, k, v, place, forward, layer, block=self.config.block, dense=dense, columns=columns)
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
-            self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
-            work = self._work(layout.seq_len, layer)
-            forward, backward = (
-                kernels.load(choose(self.device, work, self.config.backend)[0])
-                for choose in (kernels.choose, kernels.choose_backward)
-            )
-            call = Call(index, Place(layout, self.ring), forward, backward, scale, layer, self.store, token)
-            return attend(q, k, v, call)
+            return attend(q, k, v, start, Call(index, place, backward, scale, layer, self.store, token))
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""

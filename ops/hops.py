@@ -11,8 +11,8 @@ Within a node there are two modes:
               keys, under which the first others come. A backward pass ends with them: sums come home under the last hop
     gather    keys go straight to every rank, the heads in pieces: a hop has the keys of all ranks of a node for some
               heads, and the next piece comes meanwhile. What a rank finds for the keys of others goes straight home.
-              Where else there would be nothing to do meanwhile, when a pass begins and when a backward one ends, own
-              keys are a hop by themselves
+              Where else there would be nothing to do meanwhile, when a backward pass begins and when it ends, own keys
+              are a hop by themselves; a forward pass has the estimate before it
 
 Between nodes sums follow the keys along the outer circle while the next steps are computed; what the ranks of a node
 found is added up before. Source: MTraining, algorithm 2, with the node's offset in the inner neighbour and steps
@@ -20,7 +20,7 @@ counted from 0.
 
     2 nodes of 2, rank 0      ring, forward     ring, backward      gather, forward           gather, backward
     pieces of heads           all of them                           a, b                      a, b
-    keys of ranks             0 | 1 | 2 | 3     2 | 3 | 1 | 0       a0 a1 b01 a23 b23         a0 a1 a23 b23 b1 b0
+    keys of ranks             0 | 1 | 2 | 3     2 | 3 | 1 | 0       a01 b01 a23 b23           a0 a1 a23 b23 b1 b0
 """
 
 import functools
@@ -197,7 +197,7 @@ class Journey:
         def here(c: int) -> list[Stop]:
             parts = [steps]
             at_end = self.backward and c == pieces[-1]
-            if len(steps) > 1 and (c == 0 or at_end or self.apart):
+            if len(steps) > 1 and (self.apart or (self.backward and c == 0) or at_end):
                 parts = [steps[1:], steps[:1]] if at_end else [steps[:1], steps[1:]]
             return [Stop(0, c, inner) for inner in parts]
 

@@ -67,12 +67,11 @@ class Lists(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockIndex:
-    """Kept blocks of one ring step: local query blocks against local key blocks of one source rank.
+    """Kept blocks of one hop: local query blocks against the key blocks of some ranks.
 
-    by_query: for each query block the key blocks that it keeps, all of them strictly earlier, hence seen whole; None
-    only in what `causal` makes.
-    by_key: the same for each key block; None in forward passes, too.
-    diagonal: the source is this rank itself, and each query block also sees its own key block, causally.
+    by_query: for each query block the key blocks that it keeps, all of them strictly earlier, hence seen whole.
+    by_key: the same for each key block. Either is None where it was not asked for, both in what `causal` makes.
+    diagonal: the first key blocks are the queries' own, and each query block also sees its own one, causally.
     dense: every earlier block is kept, so that a kernel may count blocks instead of reading lists.
     q_starts, k_starts: int32 [nq], [nk] global position of each block's first token.
     row_bits: int32 [B, N, Sq, ceil(chunks / 32)] or None: query row r sees key block j only if bit

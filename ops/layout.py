@@ -111,6 +111,10 @@ class Layout:
         """int32 [local_blocks]: global position of each local block's first token. Shared, do not write."""
         return _tables(self, rank, torch.device(device or "cpu"))[1]
 
+    def starts_of(self, ranks: tuple[int, ...], device=None) -> torch.Tensor:
+        """int32 [len(ranks) * local_blocks]: the same of several ranks end to end. Shared, do not write."""
+        return _starts(self, ranks, torch.device(device or "cpu"))
+
     def own_blocks(self, rank: int, device=None) -> torch.Tensor:
         """int32 [global_blocks]: where a rank keeps each global block, -1 if another rank does. Shared, do not write.
 
@@ -158,7 +162,12 @@ class Layout:
         return joined.index_select(dim, order[: self.seq_len])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
+def _starts(layout: Layout, ranks: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.cat([layout.block_starts(rank, device) for rank in ranks])
+
+
+@lru_cache(maxsize=1024)
 def _tables(layout: Layout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # kept on the device: copying them there in every layer would make the host wait for the stream
     positions = (layout.chunks(rank)[:, None] * layout.chunk + torch.arange(layout.chunk)).reshape(-1)

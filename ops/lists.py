@@ -8,10 +8,11 @@ import torch
 from mtraining_nns.ops.index import BlockIndex, ColumnIndex, ColumnTiles, Index, RowIndex
 
 
-def block_lists(index: Index, q_starts, k_starts, *, diagonal: bool, both: bool) -> BlockIndex:
-    """BlockIndex of query blocks against key blocks; both: by key block, too, as backward passes need them.
+def block_lists(index: Index, q_starts, k_starts, *, diagonal: bool, by_query=True, by_key=True) -> BlockIndex:
+    """BlockIndex of query blocks against key blocks, with the lists that are asked for.
 
-    q_starts, k_starts: int32 [nq], [nk] global position of each block's first token. diagonal: the two are the same.
+    q_starts, k_starts: int32 [nq], [nk] global position of each block's first token. diagonal: the first key blocks
+    are the query blocks.
     """
     if index.device.type != "cuda":
         return index.blocks(q_starts, k_starts, diagonal=diagonal)
@@ -24,8 +25,8 @@ def block_lists(index: Index, q_starts, k_starts, *, diagonal: bool, both: bool)
         make, table, unit = triton_lists.distance_lists, index.hit[:1, :1] if index.dense else index.hit, index.block
         bits = {}
     return BlockIndex(
-        by_query=make(table, q_starts, k_starts, unit, 1),
-        by_key=make(table, k_starts, q_starts, unit, -1) if both else None,
+        by_query=make(table, q_starts, k_starts, unit, 1) if by_query else None,
+        by_key=make(table, k_starts, q_starts, unit, -1) if by_key else None,
         diagonal=diagonal,
         q_starts=q_starts,
         k_starts=k_starts,

@@ -1,6 +1,7 @@
 """The forward and the backward pass of one call of the operator, hop by hop around the ring.
 
-    out = attend(q, k, v, call)          [B, S, N, D], with gradients for all three
+    start = set_out(q, k, v, ...)              the first keys of other ranks are under way
+    out = attend(q, k, v, start, call)         [B, S, N, D], with gradients for all three
 
 `ops/hops.py` says which keys come when, and how dK and dV get home:
 
@@ -11,7 +12,7 @@
 Heads are treated in chunks, so that lists and workspaces stay small, and where keys are gathered, so that those of one
 chunk come while another is computed.
 
-What is kept, where it lies and which kernels run is decided before (`Call`); nothing here waits for the device.
+What is kept, where it lies and which kernels run is decided before; nothing here waits for the device.
 """
 
 import functools
@@ -32,21 +33,58 @@ from mtraining_nns.ops.ring import placing
 from mtraining_nns.ops.store import IndexStore
 
 WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
-CHUNKS = 4  # of gathered keys, at least, if there are as many key heads
+# Gathered keys come in at most so many chunks of heads, each with so many query rows: fewer would cost the host more
+# time than they take.
+CHUNKS, CHUNK_ROWS = 4, 1 << 19
 
 
-def attend(q, k, v, call: "Call") -> torch.Tensor:
+class Chunk(NamedTuple):
+    """Query heads, and their key heads."""
+
+    heads: slice
+    kv_heads: slice
+
+
+class Start(NamedTuple):
+    """A pass that has begun: its kernels, the heads that are treated at once, and the keys on their way."""
+
+    kernels: Any
+    chunks: list[Chunk]
+    journey: Journey
+    backward: bool
+
+
+@torch.no_grad()
+def set_out(q, k, v, place: Place, kernels, layer: int, *, block: int, dense: bool, columns: int, backward=False):
+    """The Start of a pass. Nothing of it depends on what is kept, but columns: most of them that a head may have."""
+    ring, (batch, queries, heads, dim), kv_heads = place.ring, q.shape, k.shape[2]
+    gathers = ring.mode == "gather" and ring.world > 1
+    keys = k.shape[1] * (ring.levels[1].world if gathers else 1)
+    filled = -(-columns // COLUMN_TILE) * COLUMN_TILE
+    size = Size(batch, queries, keys, filled, heads // kv_heads, dim, block)
+    each = 0 if dense else kernels.workspace_bytes(size, backward=backward)
+    step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
+    if gathers:
+        step = min(step, -(-kv_heads // min(CHUNKS, max(1, batch * queries * heads // CHUNK_ROWS))))
+    chunks = [_chunk(first, min(first + step, kv_heads), size.group) for first in range(0, kv_heads, step)]
+    journey = Journey(
+        ring, k, v, f"keys of layer {layer}", pieces=[chunk.kv_heads for chunk in chunks], backward=backward,
+        front=kernels.front_rows(size, backward=backward), apart=not kernels.TRAITS.own_with_others,
+    )  # fmt: skip
+    return Start(kernels, chunks, journey, backward)
+
+
+def attend(q, k, v, start: Start, call: "Call") -> torch.Tensor:
     """Attention of contiguous q [B, S, N, D] to k and v [B, S, H, D] of the whole ring; S local."""
-    return _SparseRing.apply(q, k, v, call)
+    return _SparseRing.apply(q, k, v, start, call)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the operator: what is kept, where, and how it is computed."""
+    """One call of the operator: what is kept, where, and the kernels of its backward pass."""
 
     index: Index
     place: Place
-    forward: Any  # kernels
     backward: Any
     scale: float
     layer: int
@@ -72,61 +110,33 @@ class Call:
 
         return arrive
 
-    def chunks(self, q, k, kernels) -> list["Chunk"]:
-        """What is treated at once in a hop of a pass."""
-        kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-        each = 0 if self.index.dense else kernels.workspace_bytes(self.size(q, k))
-        step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
-        if self._gathers:
-            step = min(step, -(-kv_heads // CHUNKS))
-        firsts = range(0, kv_heads, step)
-        ends = [min(first + step, kv_heads) for first in firsts]
-        return [Chunk(slice(a * group, b * group), slice(a, b)) for a, b in zip(firsts, ends)]
-
-    def size(self, q, k) -> Size:
-        """Of one key head at a hop."""
-        batch, queries, heads, dim = q.shape
-        keys = k.shape[1] * (self.place.ring.levels[1].world if self._gathers else 1)
+    def set_out_back(self, q, k, v) -> Start:
+        """The backward pass."""
         columns = 0 if self.index.columns is None else self.index.columns.position.shape[-1]
-        filled = -(-columns // COLUMN_TILE) * COLUMN_TILE
-        return Size(batch, queries, keys, filled, heads // k.shape[2], dim, self.index.block)
+        kept = {"block": self.index.block, "dense": self.index.dense, "columns": columns}
+        return set_out(q, k, v, self.place, self.backward, self.layer, **kept, backward=True)
 
-    def journey(self, q, k, v, chunks: list["Chunk"], *, both: bool) -> Journey:
-        """The keys of the ring, in the order of a forward pass or of a backward one (both)."""
-        kernels = self.backward if both else self.forward
-        front = kernels.front_rows(self.size(q, k), both=both) if self.index.columns else 0
-        pieces, name = [chunk.kv_heads for chunk in chunks], f"keys of layer {self.layer}"
-        apart = not kernels.OWN_WITH_OTHERS
-        return Journey(self.place.ring, k, v, name, pieces=pieces, backward=both, front=front, apart=apart)
-
-    def keys(self, hop: Hop, columns: Callable[[], GatheredColumns | None], heads: slice, *, both: bool) -> Keys:
-        """What some heads see at a hop; both: by key block, too, as backward passes need it."""
-        blocks = self._blocks(hop, heads, both=both)
+    def keys(self, start: Start, hop: Hop, columns: Callable[[], GatheredColumns | None], heads: slice) -> Keys:
+        """What some heads see at a hop."""
+        blocks = self._blocks(start, hop, heads)
         k, v, front = hop.arrive()
         gathered = columns() if hop.columns else None
         return Keys(k, v, blocks, gathered and gathered.heads(heads), front)
 
-    @property
-    def _gathers(self) -> bool:
-        ring = self.place.ring
-        return ring.mode == "gather" and ring.world > 1
-
-    def _blocks(self, hop: Hop, heads: slice, *, both: bool) -> BlockIndex:
-        own, kernels = self.place.ring.rank, self.backward if both else self.forward
-        q_starts, k_starts = self._starts(own), torch.cat([self._starts(source) for source in hop.sources])
-        if self.index.dense and hop.sources == (own,) and kernels.CAUSAL_WITHOUT_LISTS:
+    def _blocks(self, start: Start, hop: Hop, heads: slice) -> BlockIndex:
+        own, traits = self.place.ring.rank, start.kernels.TRAITS
+        q_starts, k_starts = self._starts(own), self._starts(*hop.sources)
+        if self.index.dense and hop.sources == (own,) and traits.causal_without_lists:
             return BlockIndex.causal(q_starts, self.index.block)
-        return block_lists(self.index.heads(heads), q_starts, k_starts, diagonal=own in hop.sources, both=both)
+        lists = {"by_query": not start.backward or traits.backward_by_query, "by_key": start.backward}
+        return block_lists(self.index.heads(heads), q_starts, k_starts, diagonal=own in hop.sources, **lists)
 
-    def _starts(self, rank: int) -> torch.Tensor:
-        return self.place.layout.block_starts(rank, self.index.device)
+    def _starts(self, *ranks: int) -> torch.Tensor:
+        return self.place.layout.starts_of(ranks, self.index.device)
 
 
-class Chunk(NamedTuple):
-    """Query heads, and their key heads."""
-
-    heads: slice
-    kv_heads: slice
+def _chunk(first: int, end: int, group: int) -> Chunk:
+    return Chunk(slice(first * group, end * group), slice(first, end))
 
 
 def _joined(parts, dim: int) -> torch.Tensor:
@@ -135,8 +145,8 @@ def _joined(parts, dim: int) -> torch.Tensor:
 
 class _SparseRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: Call):
-        out, lse = _forward(q, k, v, call)
+    def forward(ctx, q, k, v, start: Start, call: Call):
+        out, lse = _forward(q, k, v, start, call)
         # the token travels with the tensors: recomputed ones bring the token of the index that they were made with
         ctx.save_for_backward(q, k, v, out, lse, torch.tensor(-1 if call.token is None else call.token))
         ctx.call = call
@@ -154,18 +164,17 @@ class _SparseRing(torch.autograd.Function):
         ctx.call.store.drop(ctx.call.token)
         with torch.autocast(dout.device.type, enabled=False):
             grads = _backward(q, k, v, Tape(dout.contiguous(), out, lse, ctx.call.scale), ctx.call)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
-def _forward(q, k, v, call: Call) -> Partial:
-    chunks = call.chunks(q, k, call.forward)
-    journey, columns = call.journey(q, k, v, chunks, both=False), call.gather(call.rows(), k, v)
-    out, parts = torch.empty_like(q), [None] * len(chunks)
-    for hop in journey:
-        heads, c = chunks[hop.piece].heads, hop.piece
-        parts[c] = call.forward.forward(
+def _forward(q, k, v, start: Start, call: Call) -> Partial:
+    columns = call.gather(call.rows(), k, v)
+    out, parts = torch.empty_like(q), [None] * len(start.chunks)
+    for hop in start.journey:
+        heads, c = start.chunks[hop.piece].heads, hop.piece
+        parts[c] = start.kernels.forward(
             q[:, :, heads],
-            call.keys(hop, columns, heads, both=False),  # unnamed: gone before the next ones
+            call.keys(start, hop, columns, heads),  # unnamed: gone before the next ones
             scale=call.scale,
             carry=parts[c],
             into=out[:, :, heads] if hop.last else None,
@@ -175,17 +184,16 @@ def _forward(q, k, v, call: Call) -> Partial:
 
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
-    ring, rows, chunks = call.place.ring, call.rows(), call.chunks(q, k, call.backward)
-    journey, home = call.journey(q, k, v, chunks, both=True), Homeward(ring, call.layer)
-    columns, tapes = call.gather(rows, k, v), [tape.heads(chunk.heads) for chunk in chunks]
-    dq, carried, sums = torch.empty_like(q), [None] * len(chunks), [None] * len(chunks)
-    for hop in journey:
-        heads, c = chunks[hop.piece].heads, hop.piece
+    start, home, rows = call.set_out_back(q, k, v), Homeward(call.place.ring, call.layer), call.rows()
+    columns, tapes = call.gather(rows, k, v), [tape.heads(chunk.heads) for chunk in start.chunks]
+    dq, carried, sums = torch.empty_like(q), [None] * len(tapes), [None] * len(tapes)
+    for hop in start.journey:
+        heads, c = start.chunks[hop.piece].heads, hop.piece
         if hop.first:
-            carried[c] = call.backward.begin(q[:, :, heads], tapes[c])
-        keys = call.keys(hop, columns, heads, both=True)
+            carried[c] = start.kernels.begin(q[:, :, heads], tapes[c])
+        keys = call.keys(start, hop, columns, heads)
         into = dq[:, :, heads] if hop.last else None
-        found = call.backward.backward(q[:, :, heads], keys, tapes[c], carry=carried[c], into=into)
+        found = start.kernels.backward(q[:, :, heads], keys, tapes[c], carry=carried[c], into=into)
         del keys  # before the next ones
         carried[c] = found.dq
         if found.columns is not None:

@@ -65,8 +65,9 @@ class Circle:
 class Ring(Circle):
     """Ranks of one sequence, in ring order.
 
-    inner, outer: the two circles of this rank in a hierarchical ring, None in a flat one. mode: how keys get around the
-    inner circle, hop by hop ("ring") or straight to every rank ("gather").
+    inner, outer: the circles on which keys travel; their connections are their own, so that keys and sums over the ring
+    do not wait for each other. A flat ring has no outer one. mode: how keys get around the inner circle, hop by hop
+    ("ring") or straight to every rank ("gather").
     """
 
     inner: Circle | None = None
@@ -97,10 +98,9 @@ class Ring(Circle):
             return cls.single()
         rings = [tuple(range(first, first + size)) for first in range(0, world, size)]
         connect = partial(_circle, timeout=timeout, watch=watch)
-        whole = connect(rings)
-        levels = {}
+        whole, width = connect(rings), inner or size
+        levels = {"inner": connect([ring[i : i + width] for ring in rings for i in range(0, size, width)])}
         if inner is not None:
-            levels["inner"] = connect([ring[i : i + inner] for ring in rings for i in range(0, size, inner)])
             levels["outer"] = connect([ring[i::inner] for ring in rings for i in range(inner)])
         ring = cls(whole.rank, whole.ranks, whole.group, watch, **levels, mode=mode)
         ring._warm_up()
@@ -109,7 +109,7 @@ class Ring(Circle):
     @property
     def levels(self) -> tuple[Circle, Circle]:
         """(outer, inner); a flat ring is one inner circle."""
-        return (Circle(), self) if self.inner is None else (self.outer, self.inner)
+        return self.outer or Circle(), self.inner or self
 
     @property
     def node_size(self) -> int | None:

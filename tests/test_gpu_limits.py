@@ -1,7 +1,6 @@
 """Where GPU code breaks at scale: offsets past 2^31, large grids, memory, waiting for the device, streams, chunks."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from mtraining_nns.ops import kernels, passes
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.passes import Call
+from mtraining_nns.ops.passes import Call, set_out
 from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.ring import Ring
 from mtraining_nns.ops.store import IndexStore
@@ -95,19 +94,15 @@ def test_the_index_of_524288_tokens_fits_a_gigabyte(backend):
         heads_at_once.append(q.shape[2])
         assert {x.dtype for x in (*keys.blocks.by_query, index.columns.position)} == {torch.int32}
 
-    module = SimpleNamespace(
-        workspace_bytes=kernels.load(backend).workspace_bytes,
-        front_rows=kernels.load(backend).front_rows,
-        CAUSAL_WITHOUT_LISTS=False,
-        OWN_WITH_OTHERS=True,
-    )
-    call = Call(index, place, module, module, scale, 0, IndexStore(), None)
-    columns, chunks = call.gather(call.rows(), k, k)(), call.chunks(q, k, module)
+    module = kernels.load(backend)
+    call = Call(index, place, module, scale, 0, IndexStore(), None)
+    columns = call.gather(call.rows(), k, k)()
+    start = set_out(q, k, k, place, module, 0, block=BLOCK, dense=False, columns=index.columns.position.shape[-1])
 
     def all_lists():
-        for hop in call.journey(q, k, k, chunks, both=False):
-            heads = chunks[hop.piece].heads
-            read_lists(q[:, :, heads], call.keys(hop, lambda: columns, heads, both=False))
+        for hop in start.journey:
+            heads = start.chunks[hop.piece].heads
+            read_lists(q[:, :, heads], call.keys(start, hop, lambda: columns, heads))
 
     _, lists_bytes = peak_bytes(all_lists)
     assert build_bytes < GIGABYTE and lists_bytes < GIGABYTE, (build_bytes, lists_bytes, heads_at_once)

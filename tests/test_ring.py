@@ -14,6 +14,7 @@ from helpers import assert_close, index_mask, make_qkv, poisoned, reference, rms
 from mtraining_nns.ops import passes
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
+from mtraining_nns.ops.kernels import Traits
 from mtraining_nns.ops.kernels import torch as torch_kernels
 from mtraining_nns.ops.reference import causal_mask
 from mtraining_nns.ops.ring import Exchange, Ring, Swap
@@ -56,8 +57,8 @@ def combinations(seq_len: int) -> list[Case]:
 def run_cases(rank: int, world: int, cases: list[Case], chunks=passes.CHUNKS, apart=False, front=0, **levels):
     """One dict a case. chunks: of heads; apart: the kernels take own keys alone; front: rows that they want free."""
     torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-    passes.CHUNKS, torch_kernels.OWN_WITH_OTHERS = chunks, not apart
-    torch_kernels.front_rows = lambda size, *, both: front * (1 + both)
+    passes.CHUNKS, passes.CHUNK_ROWS, torch_kernels.TRAITS = chunks, 1, Traits(own_with_others=not apart)
+    torch_kernels.front_rows = lambda size, *, backward: front * (1 + backward)
     ring = Ring.create(world, **levels)
     return [run_case(case, ring) for case in cases]
 

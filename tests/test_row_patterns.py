@@ -189,7 +189,7 @@ def test_on_a_gpu(pattern, dtype):
     index, place = op.last[0][0], Place(Layout(seq_len=2000, block=64), Ring.single())
     expected = PATTERNS[pattern].build(q, k, place, op.config, 64**-0.5)
     assert (index.mask.cpu() != expected.mask).float().mean() < 1e-3  # scores that nearly tie
-    blocks = block_lists(index, index.starts, index.starts, diagonal=True, both=True)
+    blocks = block_lists(index, index.starts, index.starts, diagonal=True)
     plain = index.blocks(index.starts, index.starts, diagonal=True)
     for made, stated in ((blocks.by_query, plain.by_query), (blocks.by_key, plain.by_key)):
         assert torch.equal(made.to_mask(32), stated.to_mask(32))

@@ -115,7 +115,7 @@ def _nodes(process: Process) -> list[str]:
 
 def _about(ring: Ring, shape: Shape) -> str:
     within = {"ring": "hop by hop", "gather": "gathered"}[ring.mode]
-    if ring.inner is None:
+    if ring.outer is None:
         return f"ring of {ring.world}: flat, {within} ({shape.reason})"
     return f"ring of {ring.world}: {ring.outer.world} nodes x {ring.inner.world}, {within} within ({shape.reason})"
 

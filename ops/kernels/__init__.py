@@ -1,12 +1,11 @@
-"""Kernel backends. Each is a module with the same seven names, loaded only when asked for.
+"""Kernel backends. Each is a module with the same six names, loaded only when asked for.
 
     forward(q, keys, *, scale, carry=None, into=None) -> Partial
     begin(q, tape) -> carry                         of the first backward call: what needs no keys
     backward(q, keys, tape, *, carry, into=None) -> Grads
-    workspace_bytes(size) -> int                    backward
-    front_rows(size, *, both) -> int                before the keys, where columns go; both: of the backward pass
-    CAUSAL_WITHOUT_LISTS: bool                      whether BlockIndex.causal will do
-    OWN_WITH_OTHERS: bool                           whether a rank's own keys may be followed by those of others
+    workspace_bytes(size, *, backward) -> int       of one key head and its query heads, beside their results
+    front_rows(size, *, backward) -> int            rows before the keys, into which the backend puts columns
+    TRAITS: Traits
 
 Shapes: q [B, Sq, N, D]; keys.k, keys.v [B, Sk, H, D] with N a multiple of H, never expanded. `carry` is what other
 keys of the same queries gave, a Partial or the dq of Grads, and is joined in. The last call of a pass says where out or
@@ -15,8 +14,9 @@ the backend carries.
 """
 
 from mtraining_nns.ops.kernels.backends import KERNELS, Device, Work, choose, choose_backward, load
-from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape
+from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape, Traits
 
 __all__ = [
-    "KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Size", "Tape", "Work", "choose", "choose_backward", "load"
+    "KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Size", "Tape", "Traits", "Work", "choose",
+    "choose_backward", "load",
 ]  # fmt: skip

@@ -80,6 +80,18 @@ def joined(carry: Tensor | None, dq: Tensor, into: Tensor | None) -> Tensor:
     return total if into is None else into.copy_(total)
 
 
+class Traits(NamedTuple):
+    """How a backend wants its keys.
+
+    causal_without_lists: BlockIndex.causal will do. own_with_others: a rank's own keys may be followed by those of
+    others. backward_by_query: its backward pass reads the lists by query, too.
+    """
+
+    causal_without_lists: bool = False
+    own_with_others: bool = True
+    backward_by_query: bool = True
+
+
 class Size(NamedTuple):
     """What one key head and its query heads have to do at once.
 
@@ -95,6 +107,6 @@ class Size(NamedTuple):
     block: int
 
     def list_bytes(self) -> int:
-        """Most bytes of both block lists, int32 entries."""
+        """Most bytes of the block lists in one order, int32 entries."""
         pairs = -(-self.queries // self.block) * -(-self.keys // self.block)
-        return 2 * 4 * self.batch * self.group * pairs
+        return 4 * self.batch * self.group * pairs

@@ -24,7 +24,7 @@ from mtraining_nns.ops.index import BlockIndex, Lists
 from mtraining_nns.ops.kernels import triton as columns_backend
 from mtraining_nns.ops.kernels import triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, joined
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits, joined
 from mtraining_nns.ops.kernels.triton_lists import chunk
 from mtraining_nns.ops.merge import Partial
 
@@ -37,7 +37,7 @@ if HAS_FLASH_ATTN:
 
 PLAIN = {"window_size_left": -1, "window_size_right": -1}  # no window, in either package
 DENSE = {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, **PLAIN}
-CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = HAS_FLASH_ATTN, False
+TRAITS = Traits(causal_without_lists=HAS_FLASH_ATTN, own_with_others=False)
 
 
 def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
@@ -65,14 +65,16 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     return Grads(dq, dkv, columns)
 
 
-def workspace_bytes(size: Size) -> int:
+def workspace_bytes(size: Size, *, backward: bool) -> int:
     """Bytes that one key head and its query heads need beside their results."""
+    if not backward:
+        return 2 * size.list_bytes()  # in both orders
     # both lists and one of them the other way round; dQ in fp32 and 16 bits; dK and dV of every query head
     rows = size.group * (size.queries * (4 + 2) + size.keys * 2 * 2) + size.keys * 2 * 4
-    return size.list_bytes() * 3 // 2 + size.batch * size.dim * rows
+    return 3 * size.list_bytes() + size.batch * size.dim * rows
 
 
-def front_rows(size: Size, *, both: bool) -> int:
+def front_rows(size: Size, *, backward: bool) -> int:
     """None: columns have loops of their own."""
     return 0
 

@@ -19,13 +19,13 @@ from flash_attn.cute.interface import _flash_attn_fwd
 from mtraining_nns.ops.index import COLUMN_TILE
 from mtraining_nns.ops.kernels import cute_backward, cute_lists, cute_mask, triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits
 from mtraining_nns.ops.merge import Partial
 
 QUERIES_PER_COPY = 128  # query blocks that one program of the backward pass takes of a column tile
 MOST_COPIES = 8
 FOLDED_PROGRAMS = 1024  # of a backward pass, so many at least where heads are folded
-CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = True, True
+TRAITS = Traits(causal_without_lists=True, backward_by_query=False)
 
 
 def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
@@ -71,18 +71,19 @@ def backward(q, keys: Keys, tape: Tape, *, carry: cute_backward.Sums, into=None)
     return Grads(carry if into is None else _finished(carry, tape.scale, into), dkv[:, :, first:], columns)
 
 
-def workspace_bytes(size: Size) -> int:
+def workspace_bytes(size: Size, *, backward: bool) -> int:
     """Bytes that one key head and its query heads need beside their results."""
-    extended = size.keys + front_rows(size, both=True)
-    lists = 2 * 4 * size.batch * size.group * (extended // BLOCK) * -(-size.queries // BLOCK)
-    # keys, values and their gradients in 16 bits, dK and dV in 32; q and dout head by head, and the accumulator of dQ
-    rows = extended * (4 * 2 + 2 * 4) + size.group * size.queries * (2 * 2 + 4)
-    return size.list_bytes() + lists + size.batch * size.dim * rows
+    extended = size._replace(keys=size.keys + front_rows(size, backward=backward))
+    rows = 2 * 2 * extended.keys
+    if backward:
+        # dK and dV in 16 bits and in 32; q and dout head by head, and the accumulator of dQ
+        rows += extended.keys * 2 * (2 + 4) + size.group * size.queries * (2 * 2 + 4)
+    return size.list_bytes() + extended.list_bytes() + size.batch * size.dim * rows
 
 
-def front_rows(size: Size, *, both: bool) -> int:
+def front_rows(size: Size, *, backward: bool) -> int:
     """Rows of the extended keys before the keys."""
-    return size.group * size.columns * (_copies(size.queries) if both else 1)
+    return size.group * size.columns * (_copies(size.queries) if backward else 1)
 
 
 def _finished(carry: cute_backward.Sums, scale: float, into):
@@ -129,9 +130,10 @@ def _extended(keys: Keys, copies: int) -> Keys:
     tiles = keys.columns.kv.unflatten(2, (kv_heads, -1)).unflatten(4, (-1, COLUMN_TILE)).permute(0, 1, 3, 4, 5, 2, 6)
     tiles = tiles[:, :, :, :, None].expand(-1, -1, -1, -1, copies, -1, -1, -1)
     first, both = tiles.shape[2:6].numel(), keys.front
-    if both is None or both.shape[2] != first + length:
+    if both is None or both.shape[2] < first + length:
         both = torch.empty(2, batch, first + length, kv_heads, dim, dtype=keys.k.dtype, device=keys.k.device)
         both[0, :, first:], both[1, :, first:] = keys.k, keys.v
+    both = both[:, :, both.shape[2] - first - length :]
     both[:, :, :first].unflatten(2, tiles.shape[2:6]).copy_(tiles)
     return keys._replace(k=both[0], v=both[1])
 

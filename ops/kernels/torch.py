@@ -7,10 +7,10 @@ device once a query block; use the Triton backend there. Scores and sums are fp3
 import torch
 
 from mtraining_nns.ops.index import BlockIndex, unpacked
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, joined
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits, joined
 from mtraining_nns.ops.merge import Partial, merge
 
-CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = False, True
+TRAITS = Traits()
 
 
 def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
@@ -33,12 +33,12 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     return Grads(joined(carry, dq, into), dkv, columns)
 
 
-def workspace_bytes(size: Size) -> int:
+def workspace_bytes(size: Size, *, backward: bool) -> int:
     """Bytes that one key head and its query heads need beside their results."""
-    return size.list_bytes()
+    return size.list_bytes() * (1 + backward)
 
 
-def front_rows(size: Size, *, both: bool) -> int:
+def front_rows(size: Size, *, backward: bool) -> int:
     """None: columns have loops of their own."""
     return 0
 

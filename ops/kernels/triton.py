@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mtraining_nns.ops.index import BlockIndex, ColumnTiles, Lists
 from mtraining_nns.ops.kernels import triton_blocks, triton_columns
 from mtraining_nns.ops.kernels.backends import triton_shape_fault
-from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape
+from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape, Traits
 from mtraining_nns.ops.merge import Partial
 
 
@@ -36,7 +36,7 @@ TILES = {
 }
 PORTABLE = Tiles(64, 32, 4, 1)  # fp32 inputs and small head dims: few registers and little shared memory
 LEAST = Tiles(32, 32, 4, 1)  # fp32 of head dim 128, so that its gradients fit the 99 KiB of capability 8.6
-CAUSAL_WITHOUT_LISTS, OWN_WITH_OTHERS = False, True
+TRAITS = Traits()
 
 
 def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
@@ -67,12 +67,12 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     return Grads(_dq(q, keys, tensors, tape.scale, carry, into), _dkv(q, keys, tensors, tape.scale), columns)
 
 
-def workspace_bytes(size: Size) -> int:
+def workspace_bytes(size: Size, *, backward: bool) -> int:
     """Bytes that one key head and its query heads need beside their results."""
-    return size.list_bytes()
+    return size.list_bytes() * (1 + backward)
 
 
-def front_rows(size: Size, *, both: bool) -> int:
+def front_rows(size: Size, *, backward: bool) -> int:
     """None: columns have loops of their own."""
     return 0
 

@@ -23,6 +23,11 @@ ROW_BITS = True
 CHUNK_ELEMENTS = 1 << 24  # scores held at once
 
 
+def most_columns(config: AttentionConfig) -> int:
+    """None: whole blocks alone."""
+    return 0
+
+
 def build(q, k, place: Place, config: AttentionConfig, scale: float) -> RowIndex:
     """q [B, S_local, N, D], k [B, S_local, H, D] -> index of this rank's query blocks."""
     layout, ring = place

@@ -27,6 +27,11 @@ ROW_BITS = False
 CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating in torch
 
 
+def most_columns(config: AttentionConfig) -> int:
+    """Sinks, and what the budget allows a head."""
+    return config.sinks + (min(config.cap, config.k_v) if config.budget == "fixed" else config.cap)
+
+
 def build(q, k, place: Place, config: AttentionConfig, scale: float) -> DistanceIndex:
     """q [B, S_local, N, D], k [B, S_local, H, D] -> index of the global sequence."""
     columns, bins = masses(q, k, place, config, scale)
@@ -209,7 +214,7 @@ def _columns_by_kernels(mass, place: Place, config: AttentionConfig, cap: int, s
         wanted=float("inf") if fixed or config.p_v == 1.0 else config.p_v * total,
         most=min(cap, config.k_v) if fixed else cap,
         sinks=sinks,
-        width=sinks + cap,
+        width=sinks + (min(cap, config.k_v) if fixed else cap),
     )
     capped = _short_of_wish(count, place.layout.seq_len, config)
     return position, count, short.sum(dtype=torch.int32) if capped is None else capped

@@ -35,6 +35,11 @@ SUMS_BYTES = 1 << 30  # sums of the heads that are estimated at once, at least o
 CHUNK_ELEMENTS = 1 << 25  # logits held at once
 
 
+def most_columns(config: AttentionConfig) -> int:
+    """None: whole blocks alone."""
+    return 0
+
+
 def build(q, k, place: Place, config: AttentionConfig, scale: float) -> RowIndex:
     """q [B, S_local, N, D], k [B, S_local, H, D] -> index of this rank's query blocks."""
     layout, ring = place

@@ -161,7 +161,7 @@ def index_cost(shape: Shape) -> None:
         return vertical_slash.build(q, k, place, config, shape.dim**-0.5)
 
     def lists(index, both: bool):
-        return block_lists(index, starts, starts, diagonal=True, both=both), column_tiles(index.columns, starts)
+        return block_lists(index, starts, starts, diagonal=True, by_key=both), column_tiles(index.columns, starts)
 
     rows = {
         "estimate, top-p": estimate,
@@ -197,7 +197,7 @@ def hop(shape: Shape, density: float) -> None:
     starts = [layout.block_starts(rank, "cuda") for rank in (3, 1)]
 
     def keys(both: bool) -> Keys:
-        return Keys(k, v, block_lists(index, *starts, diagonal=False, both=both))
+        return Keys(k, v, block_lists(index, *starts, diagonal=False, by_key=both))
 
     flop = 4 * shape.dim * keys(False).blocks.by_query.count.sum().item() * BLOCK**2 / 1e9
     for backend in backends():
