@@ -59,8 +59,7 @@ class Operator:
         self._agree(layer, (layout.seq_len, *q.shape, k.shape[2], DTYPES.index(q.dtype)))
 
         self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
-        forward, backward = (kernels.load(x(layout.seq_len, layer)[0]) for x in (self.choice, self.backward_choice))
-        place = Place(layout, self.ring)
+        backend, place = kernels.load(self.choice(layout.seq_len, layer)[0]), Place(layout, self.ring)
 
         def build():
             with placing(f"estimate of layer {layer}"):
@@ -70,10 +69,10 @@ class Operator:
             dense = self._keeps_all(layer, layout.seq_len)
             columns = 0 if dense else PATTERNS[self.config.pattern].most_columns(self.config)
             # keys travel during the estimate
-            start = set_out(q, k, v, place, forward, layer, block=self.config.block, dense=dense, columns=columns)
+            start = set_out(q, k, v, place, backend, layer, block=self.config.block, dense=dense, columns=columns)
             token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
-            return attend(q, k, v, start, Call(index, place, backward, scale, layer, self.store, token))
+            return attend(q, k, v, start, Call(index, place, backend, scale, layer, self.store, token))
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
@@ -89,12 +88,8 @@ class Operator:
         self.shape = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
 
     def choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:
-        """(backend, reason) for a global sequence and a layer, as far as they are known; of the forward pass."""
+        """(backend, reason) for a global sequence and a layer, as far as they are known."""
         return kernels.choose(self.device, self._work(seq_len, layer), self.config.backend)
-
-    def backward_choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:
-        """The same for the backward pass."""
-        return kernels.choose_backward(self.device, self._work(seq_len, layer), self.config.backend)
 
     def _work(self, seq_len: int | None, layer: int | None) -> kernels.Work:
         known, dense = self.shape, seq_len is not None and self._keeps_all(layer, seq_len)
@@ -102,7 +97,7 @@ class Operator:
             known = known | {"queries": self.layout(seq_len).local_len, "dense": dense}
         row_bits = PATTERNS[self.config.pattern].ROW_BITS and not dense
         config = {"block": self.config.block, "deterministic": self.config.deterministic}
-        return kernels.Work(**config, ranks=self.ring.world, row_bits=row_bits, **known)
+        return kernels.Work(**config, row_bits=row_bits, **known)
 
     def __reduce__(self):
         """A copied or pickled operator starts anew: what it keeps belongs to the calls of the original."""
@@ -135,9 +130,6 @@ class Operator:
             pattern += f", dense in layers {', '.join(map(str, self.config.dense_layers))}"
         backend, reason = self.choice(seq_len)
         kernels_used = f"{backend}: {reason}"
-        backward, why = self.backward_choice(seq_len)
-        if backward != backend:
-            kernels_used += f"; {backward} backward: {why}"
         for dense_backend in {self.choice(seq_len, layer)[0] for layer in self.config.dense_layers} - {backend}:
             kernels_used += f", {dense_backend} in dense layers"
         return f"attention backend {kernels_used}; pattern {pattern}"

@@ -81,11 +81,11 @@ def attend(q, k, v, start: Start, call: "Call") -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the operator: what is kept, where, and the kernels of its backward pass."""
+    """One call of the operator: what is kept, where, and how it is computed."""
 
     index: Index
     place: Place
-    backward: Any
+    kernels: Any
     scale: float
     layer: int
     store: IndexStore
@@ -114,7 +114,7 @@ class Call:
         """The backward pass."""
         columns = 0 if self.index.columns is None else self.index.columns.position.shape[-1]
         kept = {"block": self.index.block, "dense": self.index.dense, "columns": columns}
-        return set_out(q, k, v, self.place, self.backward, self.layer, **kept, backward=True)
+        return set_out(q, k, v, self.place, self.kernels, self.layer, **kept, backward=True)
 
     def keys(self, start: Start, hop: Hop, columns: Callable[[], GatheredColumns | None], heads: slice) -> Keys:
         """What some heads see at a hop."""

@@ -13,10 +13,9 @@ dq goes: `into` [B, Sq, N, D], a slice of more heads perhaps. The others give an
 the backend carries.
 """
 
-from mtraining_nns.ops.kernels.backends import KERNELS, Device, Work, choose, choose_backward, load
+from mtraining_nns.ops.kernels.backends import KERNELS, Device, Work, choose, load
 from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape, Traits
 
 __all__ = [
-    "KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Size", "Tape", "Traits", "Work", "choose",
-    "choose_backward", "load",
+    "KERNELS", "Device", "GatheredColumns", "Grads", "Keys", "Size", "Tape", "Traits", "Work", "choose", "load"
 ]  # fmt: skip

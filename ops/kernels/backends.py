@@ -20,10 +20,7 @@ CUTE_CAPABILITIES = (9,)  # Hopper; Blackwell's kernels are others and unproven
 BLOCK = 128
 HEAD_DIMS = (64, 128)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # query heads a key head
-# Where triton is faster than cute, docs/benchmarks.md: up to so many sparse queries of a rank (hops of a ring) and,
-# backward, from so many ranks on with so many query heads a key head (compute of one rank).
-SHORT = 16384
-MANY_RANKS, MANY_HEADS = 8, 8
+SHORT = 8192  # up to so many sparse queries of a rank triton is as fast as cute, docs/benchmarks.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +57,10 @@ class Device:
 class Work:
     """What a backend is asked for. None is not known yet: the model's shape, or how many queries a rank has.
 
-    dense: every block is kept. row_bits: the index masks keys row by row (BlockIndex.row_bits). ranks: of the ring.
+    dense: every block is kept. row_bits: the index masks keys row by row (BlockIndex.row_bits).
     """
 
     block: int
-    ranks: int = 1
     deterministic: bool = False
     dense: bool = False
     row_bits: bool = False
@@ -90,23 +86,12 @@ def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]
     if not faults["cute"] and (faults["triton"] or not short):
         return "cute", "the fastest on this device, FlashAttention-4"
     if not faults["triton"]:
-        faster = f"faster than cute for at most {SHORT} sparse queries a rank, got {work.queries}"
+        faster = f"as fast as cute for at most {SHORT} sparse queries a rank, got {work.queries}"
         return "triton", f"portable; cute cannot: {faults['cute']}" if faults["cute"] else faster
     raise ValueError(
         f"no fast attention kernels here: triton: {faults['triton']}; cute: {faults['cute']};"
         " attention.backend=torch runs anything, slowly"
     )
-
-
-@functools.cache
-def choose_backward(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]:
-    """(name, reason) for the backward pass; forward and backward passes of any two backends belong together."""
-    name, reason = choose(device, work, backend)
-    many_heads = work.heads is not None and work.heads // work.kv_heads >= MANY_HEADS
-    if backend == "auto" and name == "cute" and not work.dense and work.ranks >= MANY_RANKS and many_heads:
-        if not FAULTS["triton"](device, work):
-            return "triton", f"adds up dK and dV once a key head, which tells from {MANY_RANKS} ranks on"
-    return name, reason
 
 
 def load(backend: str):
