@@ -35,18 +35,28 @@ def export(source: str, out: str) -> None:
     path = checkpoint.find(source, source) if os.path.isdir(source) else None
     if path is None:
         raise UserError(f"{source} is no checkpoint; give a checkpoint.dir or one of its step folders")
+    recipe = Recipe.load(os.path.join(path, "recipe.yaml"))
+    generation = checkpoint.read_json(path, "generation_config.json")
+    tokenizer = os.path.join(os.path.dirname(os.path.abspath(path)), TOKENIZER)
+    check_out(out)
+    publish(read_model(path, getattr(torch, recipe.model.dtype)), recipe, out, generation, tokenizer)
+
+
+def check_out(out: str) -> None:
+    """UserError where an export would replace something else."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise UserError(f"{out} is a file, expected a folder to export into; give another path")
     if os.path.isdir(out) and os.listdir(out) and not os.path.isfile(os.path.join(out, ATTENTION)):
         raise UserError(f"{out} holds something else than an export and would be replaced; give an empty folder")
-    recipe = Recipe.load(os.path.join(path, "recipe.yaml"))
-    lm = read_model(path, getattr(torch, recipe.model.dtype))
+
+
+def publish(lm, recipe: Recipe, out: str, generation: dict, tokenizer: str) -> None:
+    """Write the HuggingFace folder `out` from a causal LM on the CPU; generation: of generation_config.json."""
     with new_folder(Path(out)) as folder:
         lm.save_pretrained(folder)
         (folder / "config.json").write_text(config_text(lm.config), encoding="utf-8")
-        shutil.copy(os.path.join(path, "generation_config.json"), folder)
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
         (folder / ATTENTION).write_text(attention_text(recipe), encoding="utf-8")
-        tokenizer = os.path.join(os.path.dirname(os.path.abspath(path)), TOKENIZER)
         if os.path.isdir(tokenizer):
             shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
         else:

@@ -120,18 +120,18 @@ def recompute_layers(lm) -> None:
         lm.gradient_checkpointing_enable(options)
 
 
-def materialize(lm, device, folder: str | None = None):
+def materialize(lm, device, folder: str | None = None, *, alone: bool = False):
     """Give a meta model memory on `device` and its weights from a safetensors folder, then check its rope tables.
 
     The model may be sharded already: every rank then reads only its own rows. Without a folder the weights stay
-    undefined, for a caller that loads them from a checkpoint.
+    undefined, for a caller that loads them from a checkpoint. alone: other ranks do not take part.
     """
     lm.to_empty(device=device)
     if lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
         lm.tie_weights()  # to_empty separated them, if they were one
     reset_rotary(lm)
     if folder is not None:
-        load_folder(lm, folder)
+        load_folder(lm, folder, alone=alone)
     hf.rope_check(lm)
 
 

@@ -15,7 +15,8 @@ Letters: B batch, S padded tokens, N query heads, H key heads, D head dim, E fea
 """
 
 import json
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,37 @@ def connect(plan_ngpus: int, **options) -> Ring:
 
     Collective over the world. A later call replaces the rings and forgets the operators' indices.
     """
+    return use(Ring.create(plan_ngpus, **options))
+
+
+def use(ring: Ring) -> Ring:
+    """Keep a ring that was made already, in place of `connect`."""
     global _checks_left
-    ring = Ring.create(plan_ngpus, **options)
     _rings.clear()
     _operators.clear()
     _rings[ring.ranks if ring.world > 1 else _alone()] = ring
     _checks_left = CHECKED_CALLS
     return ring
+
+
+def operator() -> Operator:
+    """The operator of this rank; RuntimeError unless generated code has run, with one set of settings."""
+    if len(_operators) != 1:
+        raise RuntimeError(f"expected one operator on this rank, got {len(_operators)}; run a step first")
+    return next(iter(_operators.values()))
+
+
+@contextmanager
+def changed(**settings):
+    """Within it generated code computes with other settings of AttentionConfig than it was generated with."""
+    kept = dict(_operators)
+    for key, before in kept.items():
+        if settings:
+            _operators[key] = Operator(replace(before.config, **settings), before.ring, before.device_type)
+    try:
+        yield
+    finally:
+        _operators.update(kept)
 
 
 def settings_of(config: AttentionConfig) -> str:

@@ -97,7 +97,9 @@ class ParallelConfig:
     ring: Literal["auto", "flat", "hierarchical"] = "auto"  # auto: hierarchical where a ring spans equal nodes
     inner: int | None = None  # hierarchical: ranks of an inner circle; None: the ranks of a node
     inner_mode: Literal["auto", "ring", "gather"] = "auto"  # keys within a node: hop by hop, or several ranks' a hop
-    zero: Literal[2, 3] = 2  # 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
+    # torch: 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
+    # nnscaler: 0 keeps all on every rank, 1 shards the optimizer states, 2 and 3 weights and gradients, too
+    zero: Literal[0, 1, 2, 3] = 2
     offload: bool = False  # optimizer states in host memory
     timeout_s: int = 600  # for one exchange between ranks
     warmup_timeout_s: int = 1800  # the same in the first step, in which each rank compiles its kernels

@@ -25,8 +25,11 @@ def named_weights(lm) -> dict[str, torch.Tensor]:
     return {**dict(lm.named_parameters()), **{name: b for name, b in lm.named_buffers() if name in saved}}
 
 
-def load_folder(lm, folder: str) -> None:
-    """Copy the weights of a folder into `lm`, cast to its dtype. Collective where a process group exists."""
+def load_folder(lm, folder: str, *, alone: bool = False) -> None:
+    """Copy the weights of a folder into `lm`, cast to its dtype.
+
+    Collective where a process group exists, unless this process reads `alone`.
+    """
     weights = named_weights(lm)
     stored = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     tied = lm.state_dict().keys() - weights.keys()
@@ -38,7 +41,7 @@ def load_folder(lm, folder: str) -> None:
     for name, weight in weights.items():
         if stored[name].size != weight.shape:
             raise UserError(f"{name} in {folder} has shape {list(stored[name].size)}, expected {list(weight.shape)}")
-    read_tensors(weights, folder)
+    read_tensors(weights, folder, alone=alone)
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], folder: str, *, alone: bool = False) -> None:

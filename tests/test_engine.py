@@ -108,8 +108,8 @@ def test_nodes_make_the_ring(folder):
     about, ring, inner, outer = run_workers(on_nodes, 6, path, "000111", [])[4]
     assert "2 nodes x 3, gathered within" in about
     assert (ring, inner, outer) == ((0, 1, 2, 3, 4, 5), (3, 4, 5), (1, 4))
-    about, _, inner, _ = run_workers(on_nodes, 5, path, "00111", [])[0]
-    assert inner is None and "flat" in about and ":0 2" in about and ":1 3" in about
+    about, _, _, outer = run_workers(on_nodes, 5, path, "00111", [])[0]
+    assert outer is None and "flat" in about and ":0 2" in about and ":1 3" in about
     refused = run_workers(on_nodes, 5, path, "00111", ["parallel.ring=hierarchical"])
     assert all("needs every ring on several nodes" in error and ":1 3" in error for error in refused)
 

@@ -84,7 +84,7 @@ MISTAKES = [
     ("parallel.ring=star", ["parallel.ring", "flat, hierarchical", "star"]),
     ("parallel.inner=0", ["parallel.inner", "at least 1", "0"]),
     ("parallel.offload=true", ["parallel.offload=true", "not available"]),
-    ("parallel.zero=1", ["parallel.zero", "2, 3"]),
+    ("parallel.zero=4", ["parallel.zero", "2, 3"]),
     ("model.path=some/model", ["exactly one", "model.path"]),
     ("model.init=null", ["exactly one", "model.init"]),
     ("model.init={hidden_size: 8}", ["model_type"]),

@@ -1,26 +1,52 @@
 """Engines: who runs the training loop of a recipe. Choosing one imports neither torch nor nnScaler."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
 
-ENGINES = {"torch": "mtraining_nns.engines.torch"}
+ENGINES = {"torch": "mtraining_nns.engines.torch", "nnscaler": "mtraining_nns.engines.nnscaler"}
+VERSION = "0.9"  # of nnScaler: 0.8 has no plans of operators and no ZeRO 3
+WHERE = "https://github.com/msrasys/nnscaler says how to install it"
 
 
 def choose(engine: str) -> tuple[str, str]:
     """(name, reason) of the engine that a recipe's `parallel.engine` means here; UserError if it cannot run."""
-    if engine in ENGINES:
+    fault = nnscaler_fault()
+    if engine == "nnscaler" and fault:
+        raise UserError(f"parallel.engine=nnscaler cannot run: {fault}")
+    if engine != "auto":
         return engine, "as the recipe says"
-    if engine == "nnscaler":
-        raise UserError("parallel.engine=nnscaler is not available in this version; use auto or torch")
-    missing = importlib.util.find_spec("nnscaler") is None
-    return "torch", "nnscaler is not installed" if missing else "this version has no nnscaler engine"
+    return "torch", fault or "parallel.engine=nnscaler asks for the other one"
+
+
+def check(parallel) -> None:
+    """UserError for a section that the engine it means cannot do."""
+    if choose(parallel.engine)[0] == "torch" and parallel.zero not in (2, 3):
+        raise UserError(
+            f"parallel.zero={parallel.zero} is for parallel.engine=nnscaler, the torch engine does 2 and 3; use one of"
+            " these"
+        )
+
+
+def nnscaler_fault() -> str:
+    """Why nnScaler cannot be used here, "" if it can; does not import it."""
+    if importlib.util.find_spec("nnscaler") is None:
+        return f"nnScaler is not importable; {WHERE}"
+    try:
+        found = importlib.metadata.version("nnscaler")
+    except importlib.metadata.PackageNotFoundError:
+        found = "unknown"
+    if found.split(".")[:2] != VERSION.split("."):
+        return f"it is proven with nnScaler {VERSION}, got {found}; {WHERE}"
+    return ""
 
 
 def train(recipe) -> dict:
     """Train a resolved recipe in this worker; returns the run's summary."""
+    check(recipe.parallel)
     name, reason = choose(recipe.parallel.engine)
     if (Process.launched() or Process()).rank == 0:
         print(f"engine {name}: {reason}", flush=True)

@@ -1,0 +1,106 @@
+"""The nnScaler engine: its Trainer, with the parts of a recipe (`mtraining_nns/nnscaler_parts.py`).
+
+    torchrun --nproc-per-node 8 -m mtraining_nns.train recipes/demo.yaml parallel.engine=nnscaler
+
+The model is traced once, cut along the tokens over the ring, and saved as code in checkpoint.dir/nnscaler/code; states
+of training lie beside it in nnScaler's own format, which any number of ranks reads. They are pickles: go on from none but
+your own.
+"""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from nnscaler.cli.serialization import Checkpointer
+from nnscaler.cli.trainer import Trainer
+
+from mtraining_nns import nnscaler_parts as parts
+from mtraining_nns.data.store import read_manifest
+from mtraining_nns.engines.held_out import check_held_out
+from mtraining_nns.environment import Process
+from mtraining_nns.errors import UserError
+from mtraining_nns.export import TOKENIZER, publish
+from mtraining_nns.model import build_config, build_model, greedy_generation, materialize
+from mtraining_nns.nnscaler_args import folders, trainer_args
+from mtraining_nns.recipe import Recipe
+from mtraining_nns.weights import named_weights
+
+PREFIX = "traced.lm."  # of the causal LM's weights in what is compiled
+
+
+def train(recipe: Recipe) -> dict:
+    """Train a resolved recipe to its last step, export it, and return the summary (also in checkpoint.dir)."""
+    process, (_, states) = Process.launched() or Process(), folders(recipe)
+    if recipe.data.eval_path is not None:
+        check_held_out(recipe, read_manifest(recipe.data.path))
+    resume = _resume(recipe, states)
+    path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
+    trainer = Trainer(train_args=trainer_args(recipe, path, on_gpu=torch.cuda.is_available(), resume=resume))
+    try:
+        trainer.run()
+    except RuntimeError as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from error
+        raise
+    summary = _summary(recipe, _hook(trainer), process.world)
+    parts.leave()
+    dist.barrier()
+    if process.rank == 0:
+        export(recipe, states)
+        with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
+            json.dump(summary, stream, indent=1)
+        print(f"exported to {recipe.export.dir}", flush=True)
+    dist.destroy_process_group()
+    return summary
+
+
+def export(recipe: Recipe, states: str) -> None:
+    """Write the HuggingFace folder of a run from its newest complete checkpoint."""
+    newest = parts.latest(states)
+    if newest is None:
+        raise UserError(f"{states} holds no complete checkpoint; train first")
+    files = [os.path.join(newest, name) for name in sorted(os.listdir(newest)) if name.endswith(".ckpt")]
+    merged = os.path.join(newest, ".merged.ckpt")
+    Trainer.merge_checkpoint(files, merged, model_only=True)
+    stored = Checkpointer().load(merged)["model"]
+    os.remove(merged)
+    config = build_config(recipe, read_manifest(recipe.data.path))
+    lm = build_model(config, seed=None).to(getattr(torch, recipe.model.dtype))
+    materialize(lm, "cpu")
+    for name, weight in named_weights(lm).items():
+        weight.detach().copy_(stored[PREFIX + name])
+    generation = greedy_generation(config, recipe.model.path)
+    publish(lm.eval(), recipe, recipe.export.dir, generation, os.path.join(recipe.data.path, TOKENIZER))
+
+
+def _resume(recipe: Recipe, states: str) -> str | None:
+    """The checkpoint to go on from; what was not completed is removed."""
+    wanted = recipe.checkpoint.resume
+    if wanted not in ("auto", "never"):
+        return wanted
+    newest = parts.latest(states)
+    if wanted == "never" and newest is not None:
+        raise UserError(
+            f"checkpoint.dir={recipe.checkpoint.dir} holds {os.path.basename(newest)} of another run; continue it with"
+            " checkpoint.resume=auto, remove it, or take an empty folder"
+        )
+    return newest
+
+
+def _hook(trainer: Trainer) -> parts.RecipeHook:
+    return next(hook for hook in trainer.hook.hooks if isinstance(hook, parts.RecipeHook))
+
+
+def _summary(recipe: Recipe, hook: parts.RecipeHook, world: int) -> dict:
+    losses, values = hook.progress.losses, hook.progress.values
+    return {
+        "steps": len(losses),
+        "world": world,
+        "tokens_per_step": hook.meter.tokens_per_step,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        **{tag: value for tag, value in values.items() if value is not None},
+        "losses": losses,
+    }

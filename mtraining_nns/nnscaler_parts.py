@@ -1,0 +1,318 @@
+"""What nnScaler's Trainer is given by name to run a recipe: model, data, schedule, hook, ring.
+
+    mtraining resolve RECIPE --gpus 8 --out run.yaml        writes the file that names them (`nnscaler_args.py`)
+    torchrun --nproc-per-node 8 $(which nnscaler-train) -f run.yaml
+
+All of them read one resolved recipe, whose path stands in the file. The data of a run is one epoch of
+`steps * accumulation * micro_batch * dp` visits in the order of the torch engine, so both engines see the same batches.
+"""
+
+import contextlib
+import json
+import math
+import os
+from dataclasses import dataclass, field
+
+import torch
+from nnscaler.cli.train_hook import TrainHook
+from nnscaler.cli.trainer_args import AggregatedOutputs
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from mtraining_nns import nnscaler_cpu, nnscaler_ops
+from mtraining_nns.data.collator import IGNORED_LABEL, collate_ring
+from mtraining_nns.data.dataset import PackedDataset, sample_ids
+from mtraining_nns.data.store import read_manifest
+from mtraining_nns.engines.feed import check_same_tokens
+from mtraining_nns.engines.step import NotFinite
+from mtraining_nns.engines.world import World, start
+from mtraining_nns.errors import UserError
+from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes
+from mtraining_nns.model import build_config, build_model, materialize
+from mtraining_nns.nnscaler_hf import TracedLoss
+from mtraining_nns.ops.layout import Layout
+from mtraining_nns.optim import learning_rate
+from mtraining_nns.recipe import Recipe
+
+nnscaler_cpu.install()
+
+COMPLETE = "complete.json"  # in a checkpoint's folder once every rank's file is on disk
+MOST_SEQUENCES = 64  # of the held-out text
+
+
+class RecipeLoss(nn.Module):
+    """The causal LM of a recipe: samples -> (summed loss, valid tokens of each sequence)."""
+
+    def __init__(self, recipe: str):
+        super().__init__()
+        resolved = Recipe.load(recipe)
+        config, path = build_config(resolved, read_manifest(resolved.data.path)), resolved.model.path
+        lm = build_model(config, seed=None if path else resolved.train.seed)
+        if path:
+            materialize(lm, "cpu", path, alone=True)
+        self.traced = TracedLoss(lm, resolved.attention, seq_len=resolved.train.seq_len)
+        for name, parameter in self.named_parameters():
+            if decay_class(name)[0] != int(parameter.ndim <= 1):
+                raise UserError(f"{name} of shape {tuple(parameter.shape)}: weight decay goes by names of weights")
+
+    def forward(self, samples):
+        return self.traced(samples), samples["count"]
+
+
+def decay_class(name: str) -> tuple[int, int]:
+    """(optimizer, parameter group) of a weight: norms and biases, of optimizer 1, are not decayed."""
+    return int(name.endswith(".bias") or "norm" in name.split(".")[-2]), 0
+
+
+def aggregate(outputs: list, group) -> AggregatedOutputs:
+    """Loss and valid tokens of a step's micro-batches, over all replicas of the plan."""
+    return AggregatedOutputs.aggregate(outputs, group, lambda output: output[0], lambda output: output[1].sum())
+
+
+class Visits(torch.utils.data.Dataset):
+    """The sequences of a run in the order in which it reads them, whole and in the order of the ring."""
+
+    def __init__(self, recipe: str):
+        self.recipe = Recipe.load(recipe)
+        self.data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
+        self.layout = layout_of(self.recipe)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of an optimizer step."""
+        return batch_of(self.recipe)
+
+    def __len__(self) -> int:
+        return self.recipe.train.steps * self.batch
+
+    def __getitem__(self, visit: int) -> dict[str, torch.Tensor]:
+        ids = sample_ids(visit // self.batch, len(self.data), self.batch, self.recipe.data.seed)
+        return sample(self.data[ids[visit % self.batch]], self.layout)
+
+
+def sample(tokens: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """One sequence as the graph takes it: int64 [layout.padded_len] each, and count, its valid labels."""
+    found = {name: x[0] for name, x in collate_ring(tokens[None], layout).items()}
+    return found | {"count": (found["labels"] != IGNORED_LABEL).sum()}
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The layout of the ring that the recipe's run has; before there is one, a flat ring's."""
+    world = _Joined.world
+    inner = None if world is None else world.ring.node_size
+    return Layout.of(recipe.attention, recipe.train.seq_len, recipe.parallel.cp, inner)
+
+
+def batch_of(recipe: Recipe) -> int:
+    """Sequences of an optimizer step, over all rings."""
+    return recipe.parallel.dp * recipe.train.micro_batch * recipe.train.accumulation
+
+
+class InOrder(torch.utils.data.Sampler):
+    """The visits of one ring: every `num_replicas`-th micro-batch."""
+
+    def __init__(self, dataset: Visits, num_replicas: int, rank: int):
+        self.visits, self.micro = len(dataset), dataset.recipe.train.micro_batch
+        self.replicas, self.rank = num_replicas, rank
+
+    def __len__(self) -> int:
+        return self.visits // self.replicas
+
+    def __iter__(self):
+        for first in range(self.rank * self.micro, self.visits, self.replicas * self.micro):
+            yield from range(first, first + self.micro)
+
+
+def dummy_sample(args) -> dict[str, torch.Tensor]:
+    """A micro-batch of the right shape, for tracing."""
+    recipe = Recipe.load(args.get_resolved_var("recipe"))
+    one = sample(torch.zeros(recipe.train.seq_len, dtype=torch.long), layout_of(recipe))
+    return {name: torch.stack([x] * recipe.train.micro_batch) for name, x in one.items()}
+
+
+def schedule(optimizer, recipe: str) -> LambdaLR:
+    """The learning rate of the recipe, step by step."""
+    train = Recipe.load(recipe).train
+    return LambdaLR(optimizer, lambda step: learning_rate(step, train) / train.lr)
+
+
+class _Joined:
+    """The ring of this process, between `join` and `leave`."""
+
+    world: World | None = None
+    stack = contextlib.ExitStack()
+
+
+def join(trainer) -> None:
+    """Trainer's init_env_fn: build the rings of the run. Collective."""
+    if trainer.train_args.compile_mode:
+        return
+    recipe = Recipe.load(trainer.train_args.get_resolved_var("recipe"))
+    _Joined.world = _Joined.stack.enter_context(start(recipe.parallel))
+    nnscaler_ops.use(_Joined.world.ring)
+
+
+def leave() -> None:
+    """Give the rings up."""
+    _Joined.stack.close()
+    _Joined.world = None
+
+
+@dataclass
+class Progress:
+    """What a run has said so far; travels in its checkpoints."""
+
+    losses: list[float] = field(default_factory=list)
+    values: dict = field(default_factory=dict)
+
+
+class RecipeHook(TrainHook):
+    """Logging, guards, held-out losses and complete checkpoints of a run, as in the torch engine."""
+
+    def __init__(self, args: dict):
+        self.recipe = Recipe.load(args["recipe"])
+        self.progress, self.unmarked, self.loss = Progress(), None, None
+
+    def after_setup(self, trainer) -> None:
+        """Open the log; the trainer has read its checkpoint."""
+        self.world, train = _Joined.world, self.recipe.train
+        first = len(self.progress.losses)
+        self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
+        self.meter = Meter(batch_of(self.recipe) * train.seq_len)
+        self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
+        if self.world.ring.world > 1:
+            self.world.say(self.world.about)
+
+    def on_load_checkpoint(self, trainer, state: dict) -> None:
+        """What the run had said before."""
+        kept = state["mtraining"]
+        self.progress = Progress(**json.loads(kept[0] if isinstance(kept, list) else kept))
+        _Joined.world.say(f"resumed after step {len(self.progress.losses)}")
+
+    def on_save_checkpoint(self, trainer, state: dict) -> None:
+        """Called before the files are written."""
+        state["mtraining"] = json.dumps(vars(self.progress))
+        self.unmarked = trainer.train_status.finished_train_steps
+
+    def on_step_start(self, trainer, epoch, index) -> None:
+        """A save that came before is complete."""
+        self._mark(trainer)
+        self.meter.__enter__()
+
+    def on_train_step_start(self, trainer, batches) -> None:
+        """The ranks of a ring read the same tokens."""
+        if self.guarded > 0:
+            self.guarded -= 1
+            step = trainer.train_status.finished_train_steps
+            check_same_tokens(torch.cat([batch["input_ids"] for batch in batches]), self.world, step)
+
+    def after_aggregate_train_step_outputs(self, trainer, outputs, loss: float) -> None:
+        """Loss a token of the step."""
+        self.loss = loss
+
+    def after_gnorm_clip(self, trainer, norm) -> None:
+        """Before the update: a step that is not finite ends the run on every rank."""
+        step, norm = trainer.train_status.finished_train_steps, norm.item()
+        if not (math.isfinite(self.loss) and math.isfinite(norm)):
+            data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
+            ids = sample_ids(step, len(data), batch_of(self.recipe), self.recipe.data.seed)
+            raise NotFinite(
+                f"step {step}: loss {self.loss}, gradient norm {norm}, samples {ids} of {self.recipe.data.path}"
+            )
+
+    def on_step_end(self, trainer, epoch, index, metrics, outputs) -> None:
+        """Scalars and the progress line, held-out losses."""
+        self.meter.__exit__()
+        done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
+        self.progress.losses.append(self.loss)
+        if done % log.every == 0 or done in (1, train.steps):
+            memory = torch.tensor(peak_memory_bytes(self.world.device) / 1e9, device=self.world.device)
+            values = {
+                "train/loss": self.loss,
+                "train/grad_norm": metrics["gnorm"],
+                "train/lr": learning_rate(done - 1, train),
+                "speed/tokens_per_s": self.meter.tokens_per_s(),
+                "memory/peak_gb": self.world.max(memory).item(),
+                **attention_stats(nnscaler_ops.operator(), self.world),
+            }
+            self._say(done, values)
+        if self.recipe.data.eval_path and (done == train.steps or (log.eval_every and done % log.eval_every == 0)):
+            self._say(done, {f"eval/loss_{name}": loss for name, loss in self._evaluate(trainer).items()})
+
+    def on_train_end(self, trainer) -> None:
+        """The last save is complete."""
+        self._mark(trainer)
+
+    def on_finalize(self, trainer) -> None:
+        """Write what is buffered."""
+        if hasattr(self, "log"):
+            self.log.close()
+
+    def _say(self, step: int, values: dict) -> None:
+        self.progress.values.update(values)
+        self.log.write(step, values)
+        self.log.line(step, values)
+
+    def _mark(self, trainer) -> None:
+        if self.unmarked is not None and self.world.rank == 0:
+            mark(trainer.train_args.checkpoint.save_dir, self.unmarked)
+        self.unmarked = None
+
+    @torch.no_grad()
+    def _evaluate(self, trainer) -> dict[str, float]:
+        """Loss a token on data.eval_path: dense, and sparse unless the recipe is dense. Collective."""
+        names = {"dense": {"pattern": "dense"}}
+        if self.recipe.attention.pattern != "dense":
+            names["sparse"] = {}
+        trainer.model.eval()
+        found = {}
+        for name, changes in names.items():
+            with nnscaler_ops.changed(**changes):
+                found[name] = self._mean_loss(trainer)
+        return found
+
+    def _mean_loss(self, trainer) -> float:
+        data = PackedDataset(self.recipe.data.eval_path, self.recipe.train.seq_len)
+        layout, dp, micro = layout_of(self.recipe), self.recipe.parallel.dp, self.recipe.train.micro_batch
+        used, sums = min(len(data), MOST_SEQUENCES), torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for first in range(0, used, dp * micro):
+            batch = []
+            for index in range(first + self.world.dp_rank * micro, first + (self.world.dp_rank + 1) * micro):
+                one = sample(data[min(index, used - 1)], layout)
+                if index >= used:  # a replica without a sequence of its own computes along
+                    one["labels"].fill_(IGNORED_LABEL)
+                    one["count"].zero_()
+                batch.append(one)
+            whole = {name: torch.stack([one[name] for one in batch]).to(self.world.device) for name in batch[0]}
+            ((loss, count),) = trainer.model.infer_step([whole])
+            sums += torch.stack([loss.double(), count.sum().double()])
+        # every rank of a ring has the ring's sums
+        total, valid = (self.world.sum(sums) / self.world.ring.world).tolist()
+        return total / valid
+
+
+def mark(folder: str, step: int) -> None:
+    """Say that the checkpoint of a step is complete."""
+    for name in os.listdir(folder):
+        if os.path.isdir(os.path.join(folder, name)) and name.endswith(f"-{step:04d}"):
+            path = os.path.join(folder, name)
+            files = {file: os.path.getsize(os.path.join(path, file)) for file in os.listdir(path)}
+            partial = os.path.join(path, f".{COMPLETE}")
+            with open(partial, "w", encoding="utf-8") as stream:
+                json.dump({"step": step, "files": files}, stream)
+            os.replace(partial, os.path.join(path, COMPLETE))
+
+
+def latest(folder: str) -> str | None:
+    """The newest complete checkpoint of a folder."""
+    found = []
+    for name in os.listdir(folder) if os.path.isdir(folder) else []:
+        try:
+            with open(os.path.join(folder, name, COMPLETE), encoding="utf-8") as stream:
+                told = json.load(stream)
+        except (OSError, ValueError):
+            continue
+        sizes = {os.path.join(folder, name, file): size for file, size in told["files"].items()}
+        if all(os.path.isfile(file) and os.path.getsize(file) == size for file, size in sizes.items()):
+            found.append((told["step"], os.path.join(folder, name)))
+    return max(found)[1] if found else None

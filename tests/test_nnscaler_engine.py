@@ -1,0 +1,128 @@
+"""A recipe on the nnScaler engine is the recipe on the torch engine: losses, norms, held-out losses, exports."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import prepare, write_recipe
+
+pytestmark = [
+    pytest.mark.nnscaler,
+    pytest.mark.skipif(importlib.util.find_spec("nnscaler") is None, reason="nnScaler is not importable"),
+]
+RUN = ["train.steps=4", "train.recompute=true", "train.accumulation=2", "log.eval_every=2"]
+
+
+def train(folder: Path, name: str, world: int, *overrides: str) -> dict:
+    """Summary of a run of the recipe of `folder` in folder/name."""
+    found = start(folder, name, world, *overrides)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    return json.loads((folder / name / "summary.json").read_text(encoding="utf-8"))
+
+
+def start(folder: Path, name: str, world: int, *overrides: str):
+    args = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "mtraining_nns.train"]
+    where = [f"checkpoint.dir={folder / name}", f"data.eval_path={folder / 'held_out'}"]
+    command = [sys.executable, "-m", *args, str(folder / "recipe.yaml"), *RUN, *where, *overrides]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=400)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "hf" / "model.safetensors")
+
+
+def assert_same(found: dict, expected: dict, tolerance: float) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert len(set(found["losses"])) == len(found["losses"])
+    tags = {tag for tag in expected if tag.startswith(("train/", "eval/", "attention/"))}
+    assert tags == {tag for tag in found if tag.startswith(("train/", "eval/", "attention/"))}
+    assert {"train/grad_norm", "eval/loss_dense", "eval/loss_sparse", "attention/density"} <= tags
+    if found["world"] != expected["world"]:
+        tags = {tag for tag in tags if not tag.startswith("attention/")}  # they tell of the busiest ring
+    for tag in tags:
+        assert found[tag] == pytest.approx(expected[tag], rel=10 * tolerance), tag
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nnscaler")
+    prepare(folder / "held_out", 256 * 5, seed=1)
+    write_recipe(folder, tokens=256 * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return train(folder, "torch", 2)
+
+
+@pytest.mark.parametrize(
+    ("world", "split"),
+    [
+        (2, ["parallel.zero=2"]),
+        (2, ["parallel.zero=0", "train.recompute=false"]),
+        (4, ["parallel.zero=1", "parallel.cp=2", "parallel.dp=2", "train.accumulation=1"]),
+    ],
+)
+def test_the_engines_agree(folder, expected, world, split):
+    name = f"nnscaler-{world}-{split[0][-1]}"
+    assert_same(train(folder, name, world, "parallel.engine=nnscaler", *split), expected, 1e-5)
+    ours, theirs = weights(folder / name), weights(folder / "torch")
+    assert ours.keys() == theirs.keys() and ours.keys() > {"lm_head.weight"}
+    for key, weight in ours.items():
+        assert (weight - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
+
+
+def test_a_run_goes_on_where_it_was_stopped_and_on_another_number_of_ranks(folder, expected):
+    """The newest checkpoint is not complete, as after a kill; every later step is as in the straight run."""
+    name = "resumed"
+    nnscaler = ["parallel.engine=nnscaler", "checkpoint.every=2"]
+    train(folder, name, 2, *nnscaler)
+    states = folder / name / "nnscaler" / "states"
+    for world, split in ((2, []), (4, ["parallel.cp=2", "parallel.dp=2", "train.accumulation=1"])):
+        (states / "0000-0004" / "complete.json").unlink()
+        again = start(folder, name, world, *nnscaler, *split)
+        assert again.returncode == 0 and "resumed after step 2" in again.stdout, again.stdout + again.stderr
+        assert_same(json.loads((folder / name / "summary.json").read_text()), expected, 1e-5)
+
+
+def test_bf16_and_tied_weights(folder):
+    """bf16 weights and compute, fp32 sums and optimizer, as far from fp32 as the torch engine's."""
+    tied = ["model.init.tie_word_embeddings=true", "train.lr=1e-3"]
+    exact = train(folder, "fp32-tied", 2, *tied, "parallel.engine=nnscaler")
+    for engine in ("torch", "nnscaler"):
+        found = train(folder, f"bf16-{engine}", 2, *tied, "train.precision=bf16", f"parallel.engine={engine}")
+        assert found["losses"] == pytest.approx(exact["losses"], rel=5e-3)
+        assert "lm_head.weight" not in weights(folder / f"bf16-{engine}")
+
+
+def test_code_of_another_run_is_not_run(folder, expected):
+    """Another pattern, then another length, in the folder of a finished run; then the first again, without tracing."""
+    once = ["parallel.engine=nnscaler", "train.steps=1", "log.eval_every=0"]
+    first = train(folder, "stale", 2, *once)
+    code = folder / "stale" / "nnscaler" / "code"
+    made = {path.name for path in code.iterdir()}
+    for change in ("attention.pattern=dense", "train.seq_len=128"):
+        shutil.rmtree(folder / "stale" / "nnscaler" / "states")
+        found = train(folder, "stale", 2, *once, change)
+        assert (found["attention/density"] == 1.0) == ("dense" in change)
+        assert (found["tokens_per_step"] == first["tokens_per_step"]) == ("seq_len" not in change)
+    assert len(list(code.iterdir())) == 3
+    shutil.rmtree(folder / "stale" / "nnscaler" / "states")
+    times = {name: (code / name).stat().st_mtime for name in made}
+    assert train(folder, "stale", 2, *once)["losses"] == first["losses"]
+    assert {name: (code / name).stat().st_mtime for name in made} == times
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(folder):
+    found = start(folder, "nan", 2, "parallel.engine=nnscaler", "train.lr=1e30", "train.clip=1e30")
+    assert found.returncode != 0 and "samples [" in found.stdout + found.stderr
+    assert "not finite" in found.stdout + found.stderr or "loss nan" in found.stdout + found.stderr
