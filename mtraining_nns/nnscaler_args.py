@@ -23,14 +23,14 @@ def folders(recipe) -> tuple[str, str]:
     return tuple(os.path.join(recipe.checkpoint.dir, "nnscaler", name) for name in ("code", "states"))
 
 
-def trainer_args(recipe, path: str, *, on_gpu: bool, resume: str | None = None, compile_only: bool = False) -> dict:
+def trainer_args(recipe, path: str, *, resume: str | None = None, compile_only: bool = False) -> dict:
     """The arguments of a resolved recipe that lies at `path`, as plain values."""
     train, parallel, (code, states) = recipe.train, recipe.parallel, folders(recipe)
     read, bf16 = {"recipe": os.path.abspath(path)}, train.precision == "bf16"
     compute = {
         "plan_ngpus": parallel.cp,
         "runtime_ngpus": parallel.cp * parallel.dp,
-        "trace_strategy": "cuda_run_cpu_offload" if on_gpu else "cpu",
+        "trace_strategy": "meta",
         "constant_folding": True,
         "use_end2end": True,
         "use_zero": ZERO[parallel.zero],

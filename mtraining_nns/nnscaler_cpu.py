@@ -104,13 +104,16 @@ def _patch_process_group() -> None:
 
 
 def _patch_tracer() -> None:
-    """The tracer says that every x.device is cuda, also where it runs on the CPU: x.to(y.device) would fail."""
+    """The tracer says that every x.device is cuda, also where it runs elsewhere: x.to(y.device) would fail."""
     from nnscaler.graph.tracer import pytree_utils, trace_strategy
 
     place = trace_strategy.BaseTraceStrategy._place_tensors_to
 
     def place_and_map(*args, device):
+        def here(wanted: torch.device) -> torch.device:
+            return torch.device(device) if wanted.type == "cuda" else wanted
+
         placed = place(*args, device=device)
-        return pytree_utils.tree_map_only(torch.device, _device, placed) if device == "cpu" else placed
+        return pytree_utils.tree_map_only(torch.device, here, placed) if device in ("cpu", "meta") else placed
 
     trace_strategy.BaseTraceStrategy._place_tensors_to = staticmethod(place_and_map)

@@ -8,9 +8,14 @@ sample: input_ids, labels (shifted) and position_ids, int64 [B, S], S the padded
 
 nnScaler's tracer runs the source of every Python function that it meets again, which breaks on some of transformers'
 bookkeeping; it leaves alone what carries a mark (`mark_transformers`). Seen with transformers 5.17 and 5.24.
+
+Where shapes alone are traced (`nnscaler_meta.py`), transformers cannot look at the tokens for packed documents; models
+with the operator do not ask it to (`without_masks`).
 """
 
+import functools
 import importlib
+import sys
 
 from torch import nn
 
@@ -36,6 +41,7 @@ class TracedLoss(nn.Module):
     def __init__(self, lm: nn.Module, attention: AttentionConfig, *, seq_len: int):
         super().__init__()
         mark_transformers()
+        without_masks(lm)
         hf.rope_check(lm)
         self.lm, self.settings, self.seq_len = lm, nnscaler_ops.settings_of(attention), seq_len
         hf.attach(lm, TracedAttention(self.settings), seq_len=seq_len)
@@ -72,3 +78,21 @@ def mark_transformers() -> None:
             for f in (function, getattr(function, "__wrapped__", None)):
                 if f is not None:
                     setattr(f, MARK, True)
+
+
+def without_masks(lm: nn.Module) -> None:
+    """No mask, without a look at the tokens, for models with the operator that have neither padding nor a cache."""
+    modeling = sys.modules[type(lm.model).__module__]
+    make = getattr(modeling, "create_causal_mask", None)
+    if make is None or hasattr(make, MARK):
+        return
+
+    @functools.wraps(make)
+    def create_causal_mask(*args, **kwargs):
+        needless = all(kwargs.get(name) is None for name in ("attention_mask", "past_key_values", "cache"))
+        if not args and needless and kwargs["config"]._attn_implementation == hf.NAME:
+            return None
+        return make(*args, **kwargs)
+
+    setattr(create_causal_mask, MARK, True)
+    modeling.create_causal_mask = create_causal_mask

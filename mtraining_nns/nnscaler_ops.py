@@ -23,6 +23,7 @@ import torch.distributed as dist
 from nnscaler.graph.parser.register import register_op
 
 from mtraining_nns import loss as losses
+from mtraining_nns import nnscaler_meta
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.ring import Ring
@@ -178,6 +179,7 @@ def _ordered_traced(position_ids, settings, seq_len, process_group=None):
     return position_ids.clone()
 
 
+nnscaler_meta.keep_types()
 register_op(_attention_shapes, emit_fn=_with_ring, input_gen_fn=_queries, fake_fn=_attention_traced)(attention)
 register_op("b+ l+ e^, v^ e^, b+ l+ -> 1", fake_fn=_loss_traced)(linear_cross_entropy)
 register_op("b l -> b l", emit_fn=_with_ring, fake_fn=_ordered_traced)(ordered)

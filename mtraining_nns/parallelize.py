@@ -100,7 +100,7 @@ def compile_plan(request: Request) -> Plan:
             seen["whole" if plan.partition is None else "cut"][name] += 1
             yield plan
 
-    options = {"trace_strategy": "cpu", "use_end2end": True, "constant_folding": True, "use_zero": request.zero}
+    options = {"trace_strategy": "meta", "use_end2end": True, "constant_folding": True, "use_zero": request.zero}
     config = ComputeConfig(request.world, request.world, **options, pas_config={"recompute": request.recompute})
     samples = {"samples": collate_ring(torch.zeros(request.batch, request.seq_len, dtype=torch.long), layout)}
     try:

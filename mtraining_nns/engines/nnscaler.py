@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m mtraining_nns.train recipes/demo.yaml parallel.engine=nnscaler
 
 The model is traced once, cut along the tokens over the ring, and saved as code in checkpoint.dir/nnscaler/code; states
-of training lie beside it in nnScaler's own format, which any number of ranks reads. They are pickles: go on from none but
-your own.
+of training lie beside it in nnScaler's own format, which any number of ranks reads. They are pickles: go on from none
+but your own.
 """
 
 import json
@@ -36,7 +36,7 @@ def train(recipe: Recipe) -> dict:
         check_held_out(recipe, read_manifest(recipe.data.path))
     resume = _resume(recipe, states)
     path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
-    trainer = Trainer(train_args=trainer_args(recipe, path, on_gpu=torch.cuda.is_available(), resume=resume))
+    trainer = Trainer(train_args=trainer_args(recipe, path, resume=resume))
     try:
         trainer.run()
     except RuntimeError as error:
