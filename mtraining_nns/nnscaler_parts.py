@@ -1,7 +1,7 @@
 """What nnScaler's Trainer is given by name to run a recipe: model, data, schedule, hook, ring.
 
-    mtraining resolve RECIPE --gpus 8 --out run.yaml        writes the file that names them (`nnscaler_args.py`)
-    torchrun --nproc-per-node 8 $(which nnscaler-train) -f run.yaml
+    mtraining resolve RECIPE --nproc 8 --out run.yaml       writes the file that names them (`nnscaler_args.py`)
+    torchrun --nproc-per-node 8 -m nnscaler.cli.train -f run.yaml
 
 All of them read one resolved recipe, whose path stands in the file. The data of a run is one epoch of
 `steps * accumulation * micro_batch * dp` visits in the order of the torch engine, so both engines see the same batches.

@@ -126,3 +126,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(folder):
     found = start(folder, "nan", 2, "parallel.engine=nnscaler", "train.lr=1e30", "train.clip=1e30")
     assert found.returncode != 0 and "samples [" in found.stdout + found.stderr
     assert "not finite" in found.stdout + found.stderr or "loss nan" in found.stdout + found.stderr
+
+
+def test_stock_nnscaler_train_runs_the_resolved_file(folder, expected):
+    """The same losses, and code without processes."""
+    data = [f"checkpoint.dir={folder / 'stock'}", f"data.eval_path={folder / 'held_out'}"]
+    resolve = ["mtraining_nns.cli", "resolve", str(folder / "recipe.yaml"), "--nproc", "2"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+    def call(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *words], capture_output=True, text=True, env=env, cwd=folder, timeout=400
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        return done.stdout
+
+    call(*resolve, "--out", "stock.yaml", *RUN, *data)
+    call("nnscaler.cli.train", "-f", "stock.yaml", "--run_mode", "compile", "--broadcast_strategy", "none")
+    assert len(list((folder / "stock" / "nnscaler" / "code").rglob("gencode*.py"))) == 2
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    told = call(*launch, "nnscaler.cli.train", "-f", "stock.yaml")
+    losses = [f"step {n}/4  loss {loss:.4f}" for n, loss in enumerate(expected["losses"], 1)]
+    assert all(line in told for line in losses), told

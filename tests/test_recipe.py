@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mtraining_nns import engines
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
 
@@ -159,3 +160,23 @@ def test_a_run_folder_that_cannot_be_made_is_a_mistake(recipe, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="checkpoint.dir=.*run cannot be created: Not a directory"):
         recipe(f"checkpoint.dir={tmp_path / 'file' / 'run'}").make_run_folder()
+
+
+@pytest.mark.parametrize(
+    ("found", "version", "message"),
+    [
+        (False, "0.9", "nnScaler is not importable; https://github.com/msrasys/nnscaler says how"),
+        (True, "0.8", "proven with nnScaler 0.9, got 0.8"),
+        (True, "0.9", ""),
+    ],
+)
+def test_the_engine_needs_its_nnscaler(monkeypatch, found, version, message):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object() if found else None)
+    monkeypatch.setattr(engines.importlib.metadata, "version", lambda name: version)
+    assert engines.choose("torch") == ("torch", "as the recipe says")
+    assert engines.choose("auto")[0] == "torch" and message in engines.choose("auto")[1]
+    if message:
+        with pytest.raises(UserError, match=message):
+            engines.choose("nnscaler")
+    else:
+        assert engines.choose("nnscaler") == ("nnscaler", "as the recipe says")
