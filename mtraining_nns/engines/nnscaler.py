@@ -76,7 +76,7 @@ def export(recipe: Recipe, states: str) -> None:
 
 
 def _resume(recipe: Recipe, states: str) -> str | None:
-    """The checkpoint to go on from; what was not completed is removed."""
+    """The checkpoint to go on from, None for a fresh start; those that were not completed do not count."""
     wanted = recipe.checkpoint.resume
     if wanted not in ("auto", "never"):
         return wanted
