@@ -131,12 +131,12 @@ def latest_complete(folder: str) -> str | None:
     return None
 
 
-def incomplete(path: str) -> str | None:
+def incomplete(path: str, manifest: str = MANIFEST) -> str | None:
     """Why a checkpoint cannot be used, or None if every file of its manifest is there with its size."""
     try:
-        sizes = read_json(path, MANIFEST)["files"]
+        sizes = read_json(path, manifest)["files"]
     except (OSError, ValueError, KeyError) as error:
-        return f"no readable {MANIFEST} ({type(error).__name__})"
+        return f"no readable {manifest} ({type(error).__name__})"
     for name, size in sizes.items():
         file = os.path.join(path, name)
         found = os.path.getsize(file) if os.path.isfile(file) else None

@@ -76,6 +76,19 @@ def _work_by_hop(operator) -> list[torch.Tensor]:
     return [balance.work(index, layout, holds)[0] for index, layout in last]
 
 
+def summary(losses: list[float], values: dict, *, world: int, tokens_per_step: int) -> dict:
+    """A run in figures: values are the latest ones by tag."""
+    return {
+        "steps": len(losses),
+        "world": world,
+        "tokens_per_step": tokens_per_step,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        **{tag: value for tag, value in values.items() if value is not None},
+        "losses": losses,
+    }
+
+
 class Log:
     """Progress line and TensorBoard, on rank 0; silent elsewhere. A resumed run replaces the steps from `start` on."""
 

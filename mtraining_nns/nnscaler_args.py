@@ -12,7 +12,6 @@ import os
 from dataclasses import asdict
 
 from mtraining_nns import __version__
-from mtraining_nns.ops.config import AttentionConfig
 
 PARTS = "mtraining_nns.nnscaler_parts"
 ZERO = {0: 0, 1: 1, 2: 3, 3: 3}  # nnScaler has no stage 2
@@ -98,10 +97,9 @@ def identity(recipe) -> str:
     if os.path.isfile(config):
         with open(config, encoding="utf-8") as stream:
             model["config"] = stream.read()
-    attention: AttentionConfig = recipe.attention
     told = {
         "model": model,
-        "attention": asdict(attention),
+        "attention": asdict(recipe.attention),
         "train": [train.seq_len, train.micro_batch, train.recompute, train.precision],
         "versions": [__version__, torch.__version__, transformers.__version__],
     }

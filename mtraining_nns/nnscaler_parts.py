@@ -20,10 +20,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mtraining_nns import nnscaler_cpu, nnscaler_ops
+from mtraining_nns.checkpoint import incomplete, read_json
 from mtraining_nns.data.collator import IGNORED_LABEL, collate_ring
 from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import check_same_tokens
+from mtraining_nns.engines.held_out import MOST_SEQUENCES
 from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
 from mtraining_nns.errors import UserError
@@ -37,7 +39,6 @@ from mtraining_nns.recipe import Recipe
 nnscaler_cpu.install()
 
 COMPLETE = "complete.json"  # in a checkpoint's folder once every rank's file is on disk
-MOST_SEQUENCES = 64  # of the held-out text
 
 
 class RecipeLoss(nn.Module):
@@ -305,14 +306,6 @@ def mark(folder: str, step: int) -> None:
 
 def latest(folder: str) -> str | None:
     """The newest complete checkpoint of a folder."""
-    found = []
-    for name in os.listdir(folder) if os.path.isdir(folder) else []:
-        try:
-            with open(os.path.join(folder, name, COMPLETE), encoding="utf-8") as stream:
-                told = json.load(stream)
-        except (OSError, ValueError):
-            continue
-        sizes = {os.path.join(folder, name, file): size for file, size in told["files"].items()}
-        if all(os.path.isfile(file) and os.path.getsize(file) == size for file, size in sizes.items()):
-            found.append((told["step"], os.path.join(folder, name)))
-    return max(found)[1] if found else None
+    paths = [os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
+    complete = [path for path in paths if not incomplete(path, COMPLETE)]
+    return max(complete, key=lambda path: read_json(path, COMPLETE)["step"], default=None)

@@ -3,7 +3,7 @@
     start = set_out(q, k, v, ...)              the first keys of other ranks are under way
     out = attend(q, k, v, start, call)         [B, S, N, D], with gradients for all three
 
-`ops/hops.py` says which keys come when, and how dK and dV get home:
+`ops/hops.py` says which keys come when, `ops/homeward.py` how dK and dV get home:
 
     a hop       blocks of the keys of one rank or several, merged into fp32 (out, lse); the next keys are under way
     forward     columns, gathered over the ring under the first hops, belong to the last one
@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mtraining_nns.ops.columns import Columns
-from mtraining_nns.ops.hops import Homeward, Hop, Journey
+from mtraining_nns.ops.homeward import Homeward
+from mtraining_nns.ops.hops import Hop, Journey
 from mtraining_nns.ops.index import COLUMN_TILE, BlockIndex, Index
 from mtraining_nns.ops.kernels import GatheredColumns, Keys, Size, Tape
 from mtraining_nns.ops.lists import block_lists, column_tiles

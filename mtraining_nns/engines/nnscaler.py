@@ -21,6 +21,7 @@ from mtraining_nns.engines.held_out import check_held_out
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import TOKENIZER, publish
+from mtraining_nns.metrics import summary
 from mtraining_nns.model import build_config, build_model, greedy_generation, materialize
 from mtraining_nns.nnscaler_args import folders, trainer_args
 from mtraining_nns.recipe import Recipe
@@ -44,16 +45,17 @@ def train(recipe: Recipe) -> dict:
         if isinstance(cause, UserError):
             raise cause from error
         raise
-    summary = _summary(recipe, _hook(trainer), process.world)
+    progress, meter = _hook(trainer).progress, _hook(trainer).meter
+    found = summary(progress.losses, progress.values, world=process.world, tokens_per_step=meter.tokens_per_step)
     parts.leave()
     dist.barrier()
     if process.rank == 0:
         export(recipe, states)
         with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
-            json.dump(summary, stream, indent=1)
+            json.dump(found, stream, indent=1)
         print(f"exported to {recipe.export.dir}", flush=True)
     dist.destroy_process_group()
-    return summary
+    return found
 
 
 def export(recipe: Recipe, states: str) -> None:
@@ -91,16 +93,3 @@ def _resume(recipe: Recipe, states: str) -> str | None:
 
 def _hook(trainer: Trainer) -> parts.RecipeHook:
     return next(hook for hook in trainer.hook.hooks if isinstance(hook, parts.RecipeHook))
-
-
-def _summary(recipe: Recipe, hook: parts.RecipeHook, world: int) -> dict:
-    losses, values = hook.progress.losses, hook.progress.values
-    return {
-        "steps": len(losses),
-        "world": world,
-        "tokens_per_step": hook.meter.tokens_per_step,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        **{tag: value for tag, value in values.items() if value is not None},
-        "losses": losses,
-    }

@@ -22,7 +22,7 @@ from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import TOKENIZER, config_text, export
-from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes
+from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes, summary
 from mtraining_nns.model import CausalLMLoss, build_config, build_model, greedy_generation, materialize
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.optim import build_optimizer, learning_rate, set_learning_rate
@@ -41,13 +41,13 @@ def train(recipe: Recipe) -> dict:
             run.step(step)
             if step == first:
                 settle(world, recipe.parallel)
-        summary = run.finish()
+        found = run.finish()
     if world.rank == 0:
         export(recipe.checkpoint.dir, recipe.export.dir)
         with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
-            json.dump(summary, stream, indent=1)
+            json.dump(found, stream, indent=1)
         print(f"exported to {recipe.export.dir}", flush=True)
-    return summary
+    return found
 
 
 @dataclass
@@ -156,15 +156,8 @@ class Run:
         if self.recipe.data.eval_path is not None:
             self.evaluate(len(self.losses))
         self.log.close()
-        return {
-            "steps": len(self.losses),
-            "world": self.world.mesh.size(),
-            "tokens_per_step": self.meter.tokens_per_step,
-            "first_loss": self.losses[0],
-            "last_loss": self.losses[-1],
-            **{tag: value for tag, value in self.last.items() if value is not None},
-            "losses": self.losses,
-        }
+        tokens = self.meter.tokens_per_step
+        return summary(self.losses, self.last, world=self.world.mesh.size(), tokens_per_step=tokens)
 
 
 def build_sharded(recipe: Recipe, world: World, *, load: bool) -> tuple[CausalLMLoss, Operator]:

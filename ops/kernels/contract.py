@@ -92,6 +92,11 @@ class Traits(NamedTuple):
     backward_by_query: bool = True
 
 
+def no_front_rows(size: "Size", *, backward: bool) -> int:
+    """Of backends whose columns have loops of their own."""
+    return 0
+
+
 class Size(NamedTuple):
     """What one key head and its query heads have to do at once.
 

@@ -25,6 +25,7 @@ from mtraining_nns.ops.kernels import triton as columns_backend
 from mtraining_nns.ops.kernels import triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits, joined
+from mtraining_nns.ops.kernels.contract import no_front_rows as front_rows  # noqa: F401
 from mtraining_nns.ops.kernels.triton_lists import chunk
 from mtraining_nns.ops.merge import Partial
 
@@ -72,11 +73,6 @@ def workspace_bytes(size: Size, *, backward: bool) -> int:
     # both lists and one of them the other way round; dQ in fp32 and 16 bits; dK and dV of every query head
     rows = size.group * (size.queries * (4 + 2) + size.keys * 2 * 2) + size.keys * 2 * 4
     return 3 * size.list_bytes() + size.batch * size.dim * rows
-
-
-def front_rows(size: Size, *, backward: bool) -> int:
-    """None: columns have loops of their own."""
-    return 0
 
 
 def _check(q, keys: Keys) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from mtraining_nns.ops.index import BlockIndex, unpacked
 from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits, joined
+from mtraining_nns.ops.kernels.contract import no_front_rows as front_rows  # noqa: F401
 from mtraining_nns.ops.merge import Partial, merge
 
 TRAITS = Traits()
@@ -36,11 +37,6 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
 def workspace_bytes(size: Size, *, backward: bool) -> int:
     """Bytes that one key head and its query heads need beside their results."""
     return size.list_bytes() * (1 + backward)
-
-
-def front_rows(size: Size, *, backward: bool) -> int:
-    """None: columns have loops of their own."""
-    return 0
 
 
 def _blocks_forward(q, keys: Keys, scale) -> Partial:

@@ -13,6 +13,7 @@ from mtraining_nns.ops.index import BlockIndex, ColumnTiles, Lists
 from mtraining_nns.ops.kernels import triton_blocks, triton_columns
 from mtraining_nns.ops.kernels.backends import triton_shape_fault
 from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape, Traits
+from mtraining_nns.ops.kernels.contract import no_front_rows as front_rows  # noqa: F401
 from mtraining_nns.ops.merge import Partial
 
 
@@ -70,11 +71,6 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
 def workspace_bytes(size: Size, *, backward: bool) -> int:
     """Bytes that one key head and its query heads need beside their results."""
     return size.list_bytes() * (1 + backward)
-
-
-def front_rows(size: Size, *, backward: bool) -> int:
-    """None: columns have loops of their own."""
-    return 0
 
 
 def _place(q, into):

@@ -207,14 +207,15 @@ def _columns_by_kernels(mass, place: Place, config: AttentionConfig, cap: int, s
     else:
         best = mass
     fixed, total = config.budget == "fixed", min(config.last_q, place.layout.seq_len)
+    most = min(cap, config.k_v) if fixed else cap
     position, count, short = triton_budgets.columns(
         mass,
         best,
         position,
         wanted=float("inf") if fixed or config.p_v == 1.0 else config.p_v * total,
-        most=min(cap, config.k_v) if fixed else cap,
+        most=most,
         sinks=sinks,
-        width=sinks + (min(cap, config.k_v) if fixed else cap),
+        width=sinks + most,
     )
     capped = _short_of_wish(count, place.layout.seq_len, config)
     return position, count, short.sum(dtype=torch.int32) if capped is None else capped

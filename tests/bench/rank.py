@@ -14,7 +14,7 @@ import torch
 from attention import Shape, operator_of, standard_index
 from ring import passes
 
-from mtraining_nns.ops import hops
+from mtraining_nns.ops import homeward, hops
 from mtraining_nns.ops.config import LAYOUTS
 from mtraining_nns.ops.ring import MODES, Pending, Ring
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=LAYOUTS, default="striped")
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
-    hops.Exchange = Copies
+    hops.Exchange = homeward.Exchange = Copies
     heads, kv_heads = map(int, args.heads.split("/"))
     for seq_len in args.seq_len:
         shape, index = Shape(seq_len, heads, kv_heads, args.dim), standard_index(seq_len, heads)
