@@ -34,6 +34,7 @@ from mtraining_nns.ops.ring import placing
 from mtraining_nns.ops.store import IndexStore
 
 WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
+LIST_BYTES = 10**9  # lists of one order among them
 # Gathered keys come in at most so many chunks of heads, each with so many query rows: fewer would cost the host more
 # time than they take.
 CHUNKS, CHUNK_ROWS = 4, 1 << 19
@@ -63,8 +64,10 @@ def set_out(q, k, v, place: Place, kernels, layer: int, *, block: int, dense: bo
     keys = k.shape[1] * (ring.levels[1].world if gathers else 1)
     filled = -(-columns // COLUMN_TILE) * COLUMN_TILE
     size = Size(batch, queries, keys, filled, heads // kv_heads, dim, block)
-    each = 0 if dense else kernels.workspace_bytes(size, backward=backward)
-    step = max(1, min(kv_heads, WORKSPACE_BYTES // max(each, 1)))
+    step = kv_heads
+    if not dense:
+        workspace = kernels.workspace_bytes(size, backward=backward)
+        step = max(1, min(step, WORKSPACE_BYTES // workspace, LIST_BYTES // size.list_bytes()))
     if gathers:
         step = min(step, -(-kv_heads // min(CHUNKS, max(1, batch * queries * heads // CHUNK_ROWS))))
     chunks = [_chunk(first, min(first + step, kv_heads), size.group) for first in range(0, kv_heads, step)]

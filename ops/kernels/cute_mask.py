@@ -81,9 +81,11 @@ def _backward_words(kept: dict, element: tuple[int, int], bits, where, group: in
 @cute.jit
 def _tile_of(bits, kv, group: cutlass.Constexpr, shift: cutlass.Constexpr):
     """(whether the key is a column, the first word of its tile); see cute_lists for how the tiles lie."""
-    place, tiles = kv >> (7 + shift), bits.shape[3] >> 2
-    is_column = place < group * tiles
-    return is_column, (place % tiles if is_column else 0) << 2
+    tile, tiles = kv >> (7 + shift), bits.shape[3] >> 2
+    is_column = tile < group * tiles
+    for _ in cutlass.range_constexpr(group - 1):
+        tile = tile - tiles if tile >= tiles else tile
+    return is_column, (tile if is_column else 0) << 2
 
 
 @cute.jit
