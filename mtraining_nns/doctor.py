@@ -17,7 +17,7 @@ from mtraining_nns import __version__, engines, environment
 OPTIONAL = (
     ("triton", "triton", "triton", "GPU kernels"),
     ("flash-attn-4", "flash_attn.cute", "flash-attn-4", "dense and block-sparse kernels on Hopper"),
-    ("flash-attn", "flash_attn", "flash-attn", "dense kernels on Ampere and newer"),
+    ("flash-attn", "flash_attn.flash_attn_interface", "flash-attn", "dense kernels on Ampere and newer"),
     ("block-sparse-attn", "block_sparse_attn", "block-sparse-attn", "block-sparse kernels on Ampere and newer"),
     ("vllm", "vllm", "vllm", "evaluation"),
     ("nnscaler", "nnscaler", "nnscaler", "the nnScaler engine"),
@@ -74,7 +74,8 @@ def probe(module: str, distribution: str, use: str) -> str:
     if done.returncode < 0:
         return f"not usable: import died of signal {-done.returncode}"
     if done.returncode:
-        return f"not usable: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return f"not installed ({use})" if why.endswith(f"No module named '{module}'") else f"not usable: {why}"
     return version_of(distribution)
 
 
@@ -93,11 +94,12 @@ def decisions() -> list[tuple[str, str]]:
     from mtraining_nns.ops import kernels
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    choices = {
-        "attention.backend": lambda: kernels.choose(kernels.Device.here(device_type), kernels.Work(block=128)),
-        "parallel.engine": lambda: engines.choose("auto"),
-    }
-    return [(key, _outcome(choose)) for key, choose in choices.items()]
+    work = kernels.Work(block=128)
+    rows = [("attention.backend", _outcome(lambda: kernels.choose(kernels.Device.here(device_type), work)))]
+    for name, fault in kernels.backends.FAULTS.items():
+        why = fault(kernels.Device.here(device_type, name), work)
+        rows.append((f"  {name}", f"cannot run: {why}" if why else "runs"))
+    return [*rows, ("parallel.engine", _outcome(lambda: engines.choose("auto")))]
 
 
 def _outcome(choose) -> str:

@@ -52,7 +52,8 @@ def attach(model: nn.Module, operator, dtype: torch.dtype | None = None, *, seq_
     for layer in _attention_layers(model):
         layer._mtraining = shared
     config = layer.config
-    operator.prepare(layer.head_dim, config.num_attention_heads, config.num_key_value_heads, dtype or model.dtype)
+    heads = config.num_attention_heads, config.num_key_value_heads
+    operator.prepare(layer.head_dim, *heads, dtype or model.dtype, config.num_hidden_layers)
 
 
 def detach(model: nn.Module) -> None:

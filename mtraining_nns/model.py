@@ -78,17 +78,20 @@ def build_config(recipe, manifest: dict):
             " raise it or leave it out"
         )
     check_layers(recipe.attention, config)
+    if getattr(config, "attention_dropout", 0.0):
+        raise UserError(
+            f"the model's config has attention_dropout={config.attention_dropout}, expected 0: sparse attention does no"
+            " dropout; set it in model.init, or in config.json of model.path"
+        )
     return with_rope(config, recipe.model.rope, base_length=length, trained_length=trained)
 
 
 def check_layers(attention, config) -> None:
     """UserError where attention settings name a layer that the model has not."""
-    beyond = [layer for layer in attention.dense_layers if layer >= config.num_hidden_layers]
-    if beyond:
-        raise UserError(
-            f"attention.dense_layers names layer {beyond[0]}, the model has layers 0 to {config.num_hidden_layers - 1};"
-            " leave it out"
-        )
+    try:
+        attention.check_layers(config.num_hidden_layers)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def build_model(config, *, seed: int | None):

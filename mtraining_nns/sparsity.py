@@ -52,9 +52,9 @@ class Tap:
             out.register_hook(measure)
         return out
 
-    def prepare(self, *args) -> None:
+    def prepare(self, *shape) -> None:
         """Tell the operator a model's shape."""
-        self.operator.prepare(*args)
+        self.operator.prepare(*shape)
 
 
 def sampled_rows(seq_len: int, count: int) -> list[int]:

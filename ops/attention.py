@@ -11,6 +11,7 @@ the second run takes the first one's index from a small store instead of estimat
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 
@@ -18,7 +19,7 @@ from mtraining_nns.ops import kernels
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.passes import Call, attend, set_out
+from mtraining_nns.ops.passes import Call, aligned, attend, set_out
 from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
 from mtraining_nns.ops.ring import Ring, RingError, placing
 from mtraining_nns.ops.store import IndexStore
@@ -37,6 +38,8 @@ class Operator:
     def __init__(self, config: AttentionConfig, ring: Ring, device_type: str):
         if not isinstance(config, AttentionConfig):
             raise TypeError(f"expected an AttentionConfig, got {type(config).__name__}; AttentionConfig(**settings)")
+        if not isinstance(ring, Ring):
+            raise TypeError(f"expected a Ring, got {type(ring).__name__}; Ring.single() is one process")
         self.config, self.ring, self.device_type = config.resolved(), ring, device_type
         self.device, self.shape = kernels.Device.here(device_type, config.backend), {}
         self.choice()
@@ -55,7 +58,11 @@ class Operator:
             raise ValueError(f"scale must be a positive, finite number, got {scale!r}; leave it out for D ** -0.5")
         if not isinstance(layer, int) or layer < 0:
             raise ValueError(f"layer must be a number from 0, got {layer!r}; give each attention layer its own")
-        q, k, v = (x.contiguous() for x in _one_dtype(q, k, v))
+        q, k, v = map(aligned, _one_dtype(q, k, v))
+        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+            return self._attend(q, k, v, layer, layout, scale)
+
+    def _attend(self, q, k, v, layer: int, layout: Layout, scale: float):
         self._agree(layer, (layout.seq_len, *q.shape, k.shape[2], DTYPES.index(q.dtype)))
 
         self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
@@ -63,19 +70,25 @@ class Operator:
 
         def build():
             with placing(f"estimate of layer {layer}"):
-                return self._pattern(layer, layout).build(q, k, place, self.config, scale), layout
+                return self._pattern(layer, layout).build(q, k, place, self.config, scale)
 
         with torch.autocast(q.device.type, enabled=False):
             dense = self._keeps_all(layer, layout.seq_len)
-            columns = 0 if dense else PATTERNS[self.config.pattern].most_columns(self.config)
+            columns = 0 if dense else PATTERNS[self.config.pattern].most_columns(self.config, layout.seq_len)
             # keys travel during the estimate
             start = set_out(q, k, v, place, backend, layer, block=self.config.block, dense=dense, columns=columns)
-            token, (index, layout) = self.store.take_or_build(layer, build, keep=torch.is_grad_enabled())
+            sizes = f"q {tuple(q.shape)} of {layout.seq_len} tokens"
+            token, index = self.store.take_or_build(layer, sizes, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
             return attend(q, k, v, start, Call(index, place, backend, scale, layer, self.store, token))
 
-    def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-        """Tell a model's shape. Raises ValueError where no backend, or not the one asked for, can do it."""
+    def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, layers: int | None = None) -> None:
+        """Tell a model's shape.
+
+        Raises ValueError where no backend, or not the one asked for, can do it, and for dense layers beyond `layers`.
+        """
+        if layers is not None:
+            self.config.check_layers(layers)
         self._know(head_dim, heads, kv_heads, dtype)
         self.choice()
 
@@ -157,10 +170,12 @@ class Operator:
             raise ValueError(
                 f"expected one batch and head dim and N a multiple of H, got {shapes}; dims are [B, S, heads, D]"
             )
-        if {x.device.type for x in (q, k, v)} != {self.device.type}:
-            found = ", ".join(x.device.type for x in (q, k, v))
+        devices = {x.device for x in (q, k, v)}
+        if len(devices) > 1 or devices.pop().type != self.device.type or any(x.is_sparse for x in (q, k, v)):
+            found = ", ".join(f"{'sparse ' if x.is_sparse else ''}{x.device}" for x in (q, k, v))
             raise ValueError(
-                f"the operator was made for {self.device.type} tensors, got {found}; move them or make another"
+                f"the operator was made for {self.device.type} tensors, all on one device, got {found}; move them with"
+                " x.to, or make another operator"
             )
         if self.ring.world > 1 and seq_len is None:
             raise ValueError(f"a ring of {self.ring.world} ranks needs seq_len, the global length of the sequence")
@@ -208,11 +223,10 @@ def _call_text(layer: int, seq_len: int, *sizes: int) -> str:
 
 def _one_dtype(q, k, v):
     """The inputs as they are, or in the dtype of an autocast region, as PyTorch's own attention takes them."""
-    if torch.is_autocast_enabled(q.device.type):
-        return tuple(x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+    autocast, dtypes = torch.is_autocast_enabled(q.device.type), {q.dtype, k.dtype, v.dtype}
+    if not dtypes <= set(DTYPES) or not (autocast or len(dtypes) == 1):
         known = ", ".join(str(dtype) for dtype in DTYPES)
         raise ValueError(
             f"expected q, k and v of one dtype of {known}, got {q.dtype}, {k.dtype} and {v.dtype}; use x.to"
         )
-    return q, k, v
+    return tuple(x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v)) if autocast else (q, k, v)

@@ -11,6 +11,7 @@ PATTERNS = ("dense", "vertical_slash", "xattention", "moba")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 BUDGETS = ("top_p", "fixed")
 BACKENDS = ("auto", "torch", "triton", "cute", "cuda")
+MOST = (1 << 31) - 1  # positions are 32-bit
 CROSSOVER = 16384  # dense_below="auto": shorter sequences are no faster sparse at every density, docs/benchmarks.md
 
 
@@ -49,6 +50,7 @@ class AttentionConfig:
             object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), field.type)
+            _check_size(field.name, getattr(self, field.name))
         _one_of("pattern", self.pattern, PATTERNS)
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("budget", self.budget, BUDGETS)
@@ -93,6 +95,14 @@ class AttentionConfig:
         below = CROSSOVER if self.dense_below == "auto" else self.dense_below
         return replace(self, granularity=self.stripe, dense_below=below)
 
+    def check_layers(self, layers: int) -> None:
+        """ValueError where a layer is named that a model of so many has not."""
+        beyond = [layer for layer in self.dense_layers if layer >= layers]
+        if beyond:
+            raise ValueError(
+                f"attention.dense_layers names layer {beyond[0]}, the model has layers 0 to {layers - 1}; leave it out"
+            )
+
     @property
     def stripe(self) -> int:
         """Length of a stripe with the default filled in."""
@@ -125,6 +135,11 @@ def _check_type(name: str, value, expected: type) -> None:
         names = {tuple: "a list", type(None): "null", "auto": "auto"}
         words = " or ".join(names[kind] if kind in names else kind.__name__ for kind in kinds)
         raise ValueError(f"attention.{name} must be {words}, got {value!r} ({type(value).__name__})")
+
+
+def _check_size(name: str, value) -> None:
+    if type(value) is int and value > MOST:
+        raise ValueError(f"attention.{name} must be at most {MOST}, got {value}; no sequence is longer")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -44,7 +44,9 @@ class Layout:
         if self.kind not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.kind!r}")
         if self.seq_len < 1 or self.world < 1 or self.block < 1:
-            raise ValueError(f"layout needs a length, world and block of at least 1, got {self}")
+            raise ValueError(
+                f"layout needs a length, world and block of at least 1, got {self}; leave out what is empty"
+            )
         if self.inner is not None and (self.inner < 1 or self.world % self.inner):
             raise ValueError(
                 f"nodes of {self.inner} ranks need a world of a multiple of {self.inner}, got {self.world}"
@@ -167,7 +169,7 @@ def _starts(layout: Layout, ranks: tuple[int, ...], device: torch.device) -> tor
     return torch.cat([layout.block_starts(rank, device) for rank in ranks])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=32)  # megabytes each: an evaluation sees a new length with every sample
 def _tables(layout: Layout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # kept on the device: copying them there in every layer would make the host wait for the stream
     positions = (layout.chunks(rank)[:, None] * layout.chunk + torch.arange(layout.chunk)).reshape(-1)

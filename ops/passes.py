@@ -31,7 +31,7 @@ from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place
 from mtraining_nns.ops.ring import placing
-from mtraining_nns.ops.store import IndexStore
+from mtraining_nns.ops.store import OTHER_CALL, IndexStore
 
 WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
 LIST_BYTES = 10**9  # lists of one order among them
@@ -139,6 +139,12 @@ class Call:
         return self.place.layout.starts_of(ranks, self.index.device)
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from an address of whole 16 bytes on, as tensor maps need it."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+
+
 def _chunk(first: int, end: int, group: int) -> Chunk:
     return Chunk(slice(first * group, end * group), slice(first, end))
 
@@ -157,17 +163,17 @@ class _SparseRing(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "sparse attention has no second derivative, got a backward pass with create_graph=True; leave it out"
+            )
         q, k, v, out, lse, token = ctx.saved_tensors
         if ctx.call.token not in (None, token.item()):
-            raise RuntimeError(
-                "a recomputed forward pass took the index of another call of the same layer; with activation"
-                " checkpointing, go back through the calls of a layer in the reverse order of their forward passes"
-            )
+            raise RuntimeError(f"layer {ctx.call.layer}: {OTHER_CALL}")
         ctx.call.store.drop(ctx.call.token)
         with torch.autocast(dout.device.type, enabled=False):
-            grads = _backward(q, k, v, Tape(dout.contiguous(), out, lse, ctx.call.scale), ctx.call)
+            grads = _backward(q, k, v, Tape(aligned(dout), out, lse, ctx.call.scale), ctx.call)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
 
 

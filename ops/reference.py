@@ -53,7 +53,7 @@ def vertical_slash_mask(q, k, config: AttentionConfig, scale=None):
 
 def _masses(q, k, config, scale):
     seq_len = len(q)
-    columns, bins = torch.zeros(seq_len), torch.zeros(-(-seq_len // config.block))
+    columns, bins = (torch.zeros(n, dtype=torch.float32) for n in (seq_len, -(-seq_len // config.block)))
     for row in range(max(0, seq_len - config.last_q), seq_len):
         weights = torch.softmax(q[row] @ k[: row + 1].T * scale, -1)
         columns[: row + 1] += weights

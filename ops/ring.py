@@ -129,7 +129,7 @@ class Ring(Circle):
             if circle.world > 1:
                 _connect(circle, places)
         for length in (1, WARM_UP):
-            self.sum(torch.zeros(length, device=_device(self)))
+            self.sum(torch.zeros(length, dtype=torch.float32, device=_device(self)))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ring, in place."""

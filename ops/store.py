@@ -13,24 +13,30 @@ from typing import Any
 
 import torch
 
-Kept = Any  # what the operator kept of a call: index and layout
+Kept = Any  # what the operator kept of a call
 MOST_PENDING = 8  # forward passes of one layer that may wait for their backward pass
+OTHER_CALL = (
+    "a recomputed forward pass took the index of another call of the same layer; with activation checkpointing, give"
+    " each attention layer a number of its own, go back through the calls of a layer in the reverse order of their"
+    " forward passes, and run forward passes without a backward pass under torch.no_grad"
+)
 
 
 class IndexStore:
     """Last-in first-out per layer, since the backward pass visits the calls of a layer in reverse order."""
 
     def __init__(self):
-        self.pending: dict[int, list[tuple[int, Kept]]] = {}
+        self.pending: dict[int, list[tuple[int, Any, Kept]]] = {}
         self.tokens = itertools.count()
 
-    def take_or_build(self, layer: int, build: Callable[[], Kept], *, keep: bool) -> tuple[int | None, Kept]:
-        """(token, kept): inside a backward pass the stored one, else a new one, stored if `keep`.
+    def take_or_build(self, layer: int, sizes, build: Callable[[], Kept], *, keep: bool) -> tuple[int | None, Kept]:
+        """(token, kept): inside a backward pass the stored one, else a new one, stored if `keep`; sizes: of the call.
 
         The token names the call, so that a backward pass can tell whether it got the index of its own forward pass.
 
         Raises RuntimeError in a backward pass that finds nothing: the forward ran without gradients (reentrant
-        checkpointing), or more than MOST_PENDING forward passes of the layer came before.
+        checkpointing), or more than MOST_PENDING forward passes of the layer came before. So it does where what it
+        finds is of other sizes.
         """
         waiting = self.pending.setdefault(layer, [])
         if in_backward():
@@ -40,13 +46,16 @@ class IndexStore:
                     f" with use_reentrant=False, no checkpoint inside another one, and at most {MOST_PENDING} forward"
                     " passes before their backward passes"
                 )
-            return waiting.pop()
+            token, found, kept = waiting.pop()
+            if found != sizes:
+                raise RuntimeError(f"layer {layer}: {OTHER_CALL}; got {found}, expected {sizes}")
+            return token, kept
         with torch.no_grad():
             kept = build()
         if not keep:
             return None, kept
         token = next(self.tokens)
-        waiting.append((token, kept))
+        waiting.append((token, sizes, kept))
         del waiting[:-MOST_PENDING]
         return token, kept
 

@@ -19,8 +19,9 @@ from helpers import (
     row_ratio,
     with_grads,
 )
+from kernel_cases import ON_DEVICES
 
-from mtraining_nns.ops import kernels, passes
+from mtraining_nns.ops import attention, kernels, passes
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex
@@ -174,10 +175,65 @@ def test_a_second_derivative_is_refused():
     """It would be wrong: the saved log-sum-exp is no part of the graph."""
     q, k, v, _ = make_qkv(40)
     q.requires_grad_()
-    loss = operator(**FEW)(q, k, v).square().sum()
-    grad = torch.autograd.grad(loss, q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.square().sum().backward()
+    for loss in (torch.sum, lambda out: out.square().sum()):  # its own gradient needs none, or one
+        with pytest.raises(RuntimeError, match="no second derivative, got .* create_graph=True"):
+            torch.autograd.grad(loss(operator(**FEW)(q, k, v)), q, create_graph=True)
+
+
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "xattention", "moba"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_no_bit(default, pattern):
+    inputs = make_qkv(100, dtype=torch.float16)
+    op = operator(**FEW, pattern=pattern, stride=4, threshold=0.5, chunk=16, top_k=2)
+    expected = with_grads(op, *inputs)
+    torch.set_default_dtype(default)
+    try:
+        got = with_grads(op, *inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, x in expected.items():
+        assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "xattention", "moba"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@ON_DEVICES
+def test_a_diverged_run_gives_nan_and_no_crash(device, bad, pattern):
+    inputs = make_qkv(300, device=device)
+    settings = FEW | {"budget": "top_p", "cap": 40}
+    op = Operator(AttentionConfig(**settings, pattern=pattern, stride=4, chunk=16, top_k=2), Ring.single(), device)
+    for rows in (7, slice(None), slice(290, None)):
+        q, k, v, dout = (x.clone() for x in inputs)
+        (k if rows == 7 else q)[:, rows] = bad
+        got = with_grads(op, q, k, v, dout)
+        assert got["out"].isnan().any() and got["dq"].isnan().any()
+        assert 0 < op.read_stats()["density"][0] <= 1
+
+
+def test_tensors_lie_where_they_may():
+    """An offset of two bytes is none that a GPU reads tiles from."""
+    inputs = make_qkv(60, dtype=torch.float16)
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]
+    assert all(x.data_ptr() % 16 and x.is_contiguous() for x in shifted)
+    assert all(passes.aligned(x).data_ptr() % 16 == 0 for x in shifted)
+    op = operator(**FEW)
+    expected = with_grads(op, *inputs)
+    for name, x in with_grads(op, *shifted).items():
+        assert torch.equal(x, expected[name])
+
+
+def test_budgets_beyond_the_sequence_need_no_more_columns_than_it_has(monkeypatch):
+    asked, set_out = [], passes.set_out
+
+    def recorded(*args, columns, **options):
+        asked.append(columns)
+        return set_out(*args, columns=columns, **options)
+
+    for module in (attention, passes):
+        monkeypatch.setattr(module, "set_out", recorded)
+    op = operator(block=16, cap=10**6, sinks=10**6, last_q=8)
+    with_grads(op, *make_qkv(100))
+    assert asked == [100, 100] and op.last[0][0].columns.position.shape[-1] == 100
 
 
 def test_the_forward_of_one_backend_and_the_backward_of_another(poison, monkeypatch):
@@ -231,7 +287,12 @@ BAD = {
     "whole numbers": (tuple(x.int() for x in bad()), ["torch.bfloat16", "torch.int32"]),
     "double": (tuple(x.double() for x in bad()), ["torch.bfloat16", "torch.float64"]),
     "no tensors": ((None, None, None), ["expected tensors, got NoneType"]),
-    "on another device": (tuple(x.to("meta") for x in bad()), ["made for cpu tensors, got meta, meta, meta"]),
+    "on another device": (
+        tuple(x.to("meta") for x in bad()),
+        ["made for cpu tensors, all on one device, got meta, meta, meta"],
+    ),
+    "some elsewhere": (tuple(x.to(d) for x, d in zip(bad(), ("cpu", "meta", "cpu"))), ["got cpu, meta, cpu; move"]),
+    "sparse": (tuple(x.to_sparse() for x in bad()), ["got sparse cpu, sparse cpu, sparse cpu"]),
 }
 
 
@@ -266,6 +327,11 @@ def test_odd_arguments_are_named(odd, message):
 def test_settings_come_as_a_config():
     with pytest.raises(TypeError, match="expected an AttentionConfig, got dict"):
         Operator({"pattern": "dense"}, Ring.single(), "cpu")
+    with pytest.raises(TypeError, match=r"expected a Ring, got NoneType; Ring.single\(\)"):
+        Operator(AttentionConfig(), None, "cpu")
+    for device in ("gpu", "", None, "xla"):
+        with pytest.raises(ValueError, match=f"of type cpu and cuda, got {device!r}"):
+            Operator(AttentionConfig(), Ring.single(), device)
 
 
 def test_a_ring_checks_the_shards_before_it_talks():
@@ -302,6 +368,8 @@ CONFIG_ERRORS = [
     ({"dense_below": True}, "dense_below must be int or auto, got True"),
     ({"dense_below": "yes"}, "dense_below must be int or auto, got 'yes'"),
     ({"dense_layers": (-1,)}, "dense_layers must list layer numbers"),
+    ({"local": 10**22}, "local must be at most 2147483647, got 10000000000000000000000"),
+    ({"block": 1 << 40}, "block must be at most"),
 ]
 
 
@@ -316,6 +384,8 @@ def test_one_dtype_or_autocast():
     op = operator(**FEW)
     with pytest.raises(ValueError, match="got torch.float32, torch.bfloat16 and torch.float32"):
         op(q, k.bfloat16(), v)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="got torch.float64, torch.float32"):
+        op(q.double(), k, v)
     with torch.autocast("cpu", torch.bfloat16):
         got = with_grads(op, q, k.bfloat16(), v, dout.bfloat16())
     assert got["out"].dtype == got["dk"].dtype == torch.bfloat16 and got["dq"].dtype == torch.float32

@@ -33,7 +33,6 @@ QWEN = {"head_dim": 128, "heads": 16, "kv_heads": 2, "dtype": torch.bfloat16}
         (H200, Work(block=128, queries=8192, **QWEN), ("triton", "as fast as cute .* got 8192")),
         (H200, Work(block=128, queries=8192, dense=True, **QWEN), ("cute", "the fastest on this device")),
         (H200, Work(block=128, queries=16512, **QWEN), ("cute", "the fastest on this device")),
-        (NO_TRITON, Work(block=128, queries=8192, **QWEN), ("cute", "the fastest on this device")),
         (H200, Work(block=128, row_bits=True, **QWEN), ("triton", "cute cannot: it cannot mask single rows.*moba")),
         (CPU, Work(block=128, row_bits=True), ("torch", "the backend for cpu devices")),
         (A100, Work(block=128, **QWEN), ("triton", r"compute capability 9.x only, got \(8, 0\)")),
@@ -61,8 +60,19 @@ def test_auto(device, work, expected):
         (A100, Work(block=128, **QWEN | {"dtype": torch.float16}), "cuda", "bfloat16, got torch.float16"),
         (A100, Work(block=128, deterministic=True), "cuda", "attention.deterministic"),
         (H200, Work(block=128, row_bits=True), "cute", "backend=cute cannot run: it cannot mask single rows"),
+        (NO_TRITON, Work(block=128), "torch", "lists of blocks are made by Triton: no triton; use .*auto"),
+        (NO_TRITON, Work(block=128), "cute", "lists of blocks are made by Triton: no triton"),
+        (Device(type="cuda", capability=(7, 5)), Work(block=128), "torch", r"8.0 or newer, got \(7, 5\)"),
+        (
+            H200,
+            Work(block=128, **QWEN, queries=1 << 20),
+            "cuda",
+            "fewer than 2.31 elements .* 1048576 tokens of 16 x 128",
+        ),
+        (H200, Work(block=128, **QWEN | {"head_dim": 80}), "triton", "got 80; use attention.backend=torch, which runs"),
+        (H200, Work(block=128, **QWEN | {"head_dim": 32}), "cute", "got 32; use attention.backend=auto"),
         (A100, Work(block=128, row_bits=True), "cuda", "backend=cuda cannot run: it cannot mask single rows"),
-        (NO_TRITON, Work(block=128, row_bits=True), "auto", "triton: no triton; cute: it cannot mask single rows"),
+        (NO_TRITON, Work(block=128, row_bits=True), "auto", "triton: .* no triton; cute: .* no triton; .* no triton"),
         (NO_CUDA_PACKAGE, Work(block=128), "cuda", "backend=cuda cannot run: no package; use .*auto"),
         (CPU, Work(block=128), "cuda", "backend=cuda cannot run: it needs a CUDA device"),
         (
@@ -117,17 +127,17 @@ def test_every_backend_of_the_config_is_known():
         AttentionConfig(backend=backend)
 
 
-@pytest.mark.parametrize(
-    "version,message", [(None, "not installed; pip install flash-attn-4==4"), ("4.0.0b1", "got 4.0.0b1")]
-)
-def test_another_flash_attention_is_not_used(monkeypatch, version, message):
+@pytest.mark.parametrize("package", backends.CUTE_VERSIONS)
+@pytest.mark.parametrize("version,message", [(None, "is not installed; pip install "), ("4.0.0b1", "got 4.0.0b1; pip")])
+def test_another_flash_attention_is_not_used(monkeypatch, package, version, message):
     def found(name):
-        if version is None:
+        if name == package and version is None:
             raise importlib.metadata.PackageNotFoundError(name)
-        return version
+        return version if name == package else backends.CUTE_VERSIONS[name]
 
     monkeypatch.setattr(importlib.metadata, "version", found)
-    assert message in backends._cute_fault.__wrapped__()
+    fault = backends._cute_fault.__wrapped__()
+    assert message in fault and fault.endswith(f"pip install {package}=={backends.CUTE_VERSIONS[package]}")
 
 
 def test_a_broken_flash_attention_is_a_reason_not_a_crash(monkeypatch):
@@ -136,7 +146,7 @@ def test_a_broken_flash_attention_is_a_reason_not_a_crash(monkeypatch):
     def broken(name):
         raise AttributeError("module 'cutlass' has no attribute 'cute'")
 
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: backends.CUTE_VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", backends.CUTE_VERSIONS.get)
     monkeypatch.setattr(backends, "load", broken)
     assert "does not import: AttributeError" in backends._cute_fault.__wrapped__()
 
@@ -164,7 +174,7 @@ def test_a_broken_triton_is_a_reason(monkeypatch):
 
 def test_devices_are_cpu_and_cuda(monkeypatch):
     assert Device.here("cpu") == Device.here(torch.device("cpu")) == CPU
-    with pytest.raises(ValueError, match="cpu and cuda, got mps"):
+    with pytest.raises(ValueError, match="cpu and cuda, got 'mps'"):
         Device.here("mps")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("cuda", "cuda:0", torch.device("cuda", 1)):
@@ -175,7 +185,7 @@ def test_devices_are_cpu_and_cuda(monkeypatch):
 def test_packages_of_a_backend_are_imported_for_it_alone(monkeypatch):
     """A package that breaks at import must not end a run that never asked for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     asked = []
     monkeypatch.setattr(backends, "_cuda_fault", lambda: asked.append("cuda") or "broken")
     assert Device.here("cuda:0").type == "cuda" and not asked

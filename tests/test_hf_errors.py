@@ -100,6 +100,11 @@ def test_dropout_is_refused_in_training_only():
         model.train()(tokens(60))
 
 
+def test_dense_layers_that_the_model_has_not_are_refused():
+    with pytest.raises(ValueError, match="dense_layers names layer 99, the model has layers 0 to"):
+        hf.attach(build(settings=FEW), operator(**FEW, dense_layers=(99,)))
+
+
 @pytest.mark.parametrize("attached", [True, False])
 def test_sliding_windows_are_refused(attached):
     model = build("qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1)

@@ -198,3 +198,8 @@ def test_the_wrapper_equals_the_models_own_loss_and_recompute_changes_nothing(tm
     recompute_layers(lm)
     again = torch.autograd.grad(CausalLMLoss(lm, chunk=10)(ids, labels, positions), list(lm.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(plain_grads, again))
+
+
+def test_what_sparse_attention_does_not_do_is_refused_before_a_model_is_built(tmp_path):
+    with pytest.raises(UserError, match="attention_dropout=0.1, expected 0: .* set it in model.init"):
+        config_of(tmp_path, **{"init.attention_dropout": 0.1})

@@ -202,6 +202,16 @@ def test_more_forwards_than_the_store_holds_is_an_error():
         losses[0].backward()
 
 
+def test_calls_of_two_lengths_that_go_back_in_the_wrong_order():
+    """The index of the longer call would have keys that the shorter one has not."""
+    op, results = Operator(AttentionConfig(**SETTINGS), Ring.single(), "cpu"), []
+    for length in (40, 100):
+        q, k, v, _ = (x.requires_grad_() for x in make_qkv(length))
+        results.append(checkpoint(op, q, k, v, use_reentrant=False).sum())
+    with pytest.raises(RuntimeError, match=r"layer 0: .* reverse order .*; got q \(1, 100, .* expected q \(1, 40, "):
+        results[0].backward()
+
+
 def test_a_frozen_attention_in_a_checkpointed_layer():
     """q, k, v need no gradient, yet the layer is run again for its MLP."""
     results = []
@@ -223,19 +233,20 @@ def test_a_graph_can_go_back_twice():
 
 def test_layers_keep_their_own_indices():
     store = IndexStore()
-    tokens = [store.take_or_build(layer, lambda i=i: f"index {i}", keep=True)[0] for i, layer in enumerate((0, 1, 0))]
+    built = [(layer, f"index {i}") for i, layer in enumerate((0, 1, 0))]
+    tokens = [store.take_or_build(layer, 1, lambda name=name: name, keep=True)[0] for layer, name in built]
     assert len(set(tokens)) == 3
-    assert [[kept for _, kept in store.pending[layer]] for layer in (0, 1)] == [["index 0", "index 2"], ["index 1"]]
+    assert [[kept for *_, kept in store.pending[layer]] for layer in (0, 1)] == [["index 0", "index 2"], ["index 1"]]
     store.drop(tokens[0])
     store.drop(None)
     store.drop(tokens[0])
-    assert [[kept for _, kept in store.pending[layer]] for layer in (0, 1)] == [["index 2"], ["index 1"]]
+    assert [[kept for *_, kept in store.pending[layer]] for layer in (0, 1)] == [["index 2"], ["index 1"]]
 
 
 def test_building_records_no_gradient():
     store = IndexStore()
     x = torch.ones(3, requires_grad=True)
-    assert not store.take_or_build(0, lambda: x * 2, keep=True)[1].requires_grad
+    assert not store.take_or_build(0, 1, lambda: x * 2, keep=True)[1].requires_grad
 
 
 def test_the_given_index_is_used():

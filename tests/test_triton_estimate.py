@@ -4,6 +4,7 @@ The interpreter takes milliseconds a tile, so lengths are short on the CPU; the 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -276,3 +277,44 @@ def test_512k_tokens_of_28_heads_take_less_than_a_gigabyte():
     index = vertical_slash.build(q, k, place, AttentionConfig(), 128**-0.5)
     assert torch.cuda.max_memory_allocated() - before < 1 << 30
     assert (index.columns.count >= 64).all() and index.hit[..., 0].all()
+
+
+DIVERGED = {"a key": (slice(None), 40), "its last queries": None, "everything": (slice(None), slice(None))}
+
+
+@ON_DEVICES
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", DIVERGED)
+@pytest.mark.parametrize("by", ["torch", "kernels"])
+def test_lists_of_a_diverged_run_stay_lists(device, where, bad, by):
+    case, config = Case(200), AttentionConfig(block=16, cap=20, sinks=3, last_q=64, p_v=0.9)
+    queries, k = case.inputs(device)
+    (queries if DIVERGED[where] is None else k)[DIVERGED[where] or slice(None)] = bad
+    place = Place(Layout(seq_len=200, block=16), Ring.single())
+    passes = triton_estimate if by == "kernels" else vertical_slash
+    lse = passes.local_lse(queries, k, place, 0.25)
+    mass, bins = passes.pooled_weights(queries, k, lse, place, 0.25)
+    assert mass.isfinite().all()
+    hit = triton_budgets.slashes(bins, used=13, share=0.9, budget=None, near=2)
+    assert hit[..., :2].all()
+    choose = vertical_slash._columns if by == "torch" else partial(vertical_slash._columns_by_kernels, cap=20, sinks=3)
+    check_lists(*choose(mass, place, config)[:2], width=23)
+
+
+@ON_DEVICES
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
+def test_columns_never_leave_their_list(device, share, bad):
+    g = torch.Generator().manual_seed(3)
+    mass = torch.rand(2, 3, 5000, generator=g)
+    mass[torch.rand(mass.shape, generator=g) < share] = bad
+    mass = mass.to(device)
+    best = mass.topk(64, sorted=False).values
+    position, count, _ = triton_budgets.columns(mass, best, None, wanted=60.0, most=64, sinks=4, width=68)
+    check_lists(position, count, width=68)
+
+
+def check_lists(position, count, *, width: int) -> None:
+    assert position.shape[-1] == width and (count <= width).all()
+    for row, length in zip(position.flatten(0, 1).tolist(), count.flatten().tolist()):
+        assert row[:length] == sorted(set(row[:length])) and set(row[length:]) <= {NO_COLUMN}

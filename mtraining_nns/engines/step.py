@@ -60,7 +60,7 @@ def train_step(model: CausalLMLoss, optimizer, batches: list[dict], world: World
     model.train()
     torch.manual_seed(recipe.train.seed + step)
     valid = world.sum(torch.stack([(batch["labels"] != IGNORE).sum() for batch in batches]).sum()).clamp(min=1)
-    total = torch.zeros((), device=world.device)
+    total = torch.zeros((), dtype=torch.float32, device=world.device)
     with hf.sequence(model.lm, seq_len=recipe.train.seq_len):
         for batch in batches:
             loss = model(**batch)

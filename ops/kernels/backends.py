@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 KERNELS = {name: f"mtraining_nns.ops.kernels.{name}" for name in ("torch", "triton", "cute", "cuda")}
-CUTE_VERSION = "4.0.0b36"  # of flash-attn-4: lists and compile keys changed between its builds
+# Lists and compile keys changed between builds of the one, the order in which tiles are unrolled is the other's.
+CUTE_VERSIONS = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1"}
 CUTE_CAPABILITIES = (9,)  # Hopper; Blackwell's kernels are others and unproven
 # What cute and cuda are proven for; block-sparse-attn leaves head dims above 128 unwritten, without an error.
 BLOCK = 128
@@ -39,14 +40,18 @@ class Device:
 
         Raises ValueError for a device that has no kernels, or that is not there.
         """
-        kind = torch.device(device_type).type
+        try:
+            kind = torch.device(device_type).type
+        except (RuntimeError, TypeError):
+            kind = None
         if kind == "cpu":
             return cls(type=kind)
         if kind != "cuda":
-            raise ValueError(f"attention runs on devices of type cpu and cuda, got {device_type}")
+            raise ValueError(f"attention runs on devices of type cpu and cuda, got {device_type!r}")
         if not torch.cuda.is_available():
             raise ValueError(f"got device {device_type}, but torch {torch.__version__} sees no CUDA device; use cpu")
-        found = cls(type=kind, capability=torch.cuda.get_device_capability(), without_triton=_triton_fault())
+        capability = torch.cuda.get_device_capability(torch.device(device_type))
+        found = cls(type=kind, capability=capability, without_triton=_triton_fault())
         if backend == "cuda":
             found = replace(found, without_cuda=_cuda_fault())
         # importing flash-attn-4 takes seconds: only where it could serve
@@ -77,7 +82,10 @@ def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]
     if backend != "auto":
         fault = FAULTS[backend](device, work)
         if fault:
-            raise ValueError(f"attention.backend={backend} cannot run: {fault}; use attention.backend=auto")
+            others = ["auto"] if device.type != "cuda" else ["cute", "triton", "torch"]
+            able = [name for name in others if name == "auto" or not FAULTS[name](device, work)]
+            other = "torch, which runs anything, slowly" if able == ["torch"] else "auto"
+            raise ValueError(f"attention.backend={backend} cannot run: {fault}; use attention.backend={other}")
         return backend, "asked for"
     if device.type != "cuda":
         return "torch", f"the backend for {device.type} devices"
@@ -88,10 +96,8 @@ def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]
     if not faults["triton"]:
         faster = f"as fast as cute for at most {SHORT} sparse queries a rank, got {work.queries}"
         return "triton", f"portable; cute cannot: {faults['cute']}" if faults["cute"] else faster
-    raise ValueError(
-        f"no fast attention kernels here: triton: {faults['triton']}; cute: {faults['cute']};"
-        " attention.backend=torch runs anything, slowly"
-    )
+    slowly = _torch(device, work) or "attention.backend=torch runs anything, slowly"
+    raise ValueError(f"no fast attention kernels here: triton: {faults['triton']}; cute: {faults['cute']}; {slowly}")
 
 
 def load(backend: str):
@@ -100,19 +106,26 @@ def load(backend: str):
 
 
 def _torch(device: Device, work: Work) -> str:
-    if device.type == "cuda" and work.deterministic:
-        return "the torch backend is not deterministic on CUDA devices"
-    return ""
+    if device.type != "cuda":
+        return ""
+    if fault := _lists_fault(device):
+        return fault
+    return "the torch backend is not deterministic on CUDA devices" if work.deterministic else ""
 
 
 def _triton(device: Device, work: Work) -> str:
+    return _lists_fault(device) or triton_shape_fault(work.block, work.head_dim)
+
+
+def _lists_fault(device: Device) -> str:
+    """Why lists of blocks, which Triton's kernels make for every backend, cannot be made on a GPU."""
     if device.type != "cuda":
         return f"it needs a CUDA device, got {device.type}"
     if device.without_triton:
-        return device.without_triton
+        return f"lists of blocks are made by Triton: {device.without_triton}"
     if device.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, got {device.capability}"
-    return triton_shape_fault(work.block, work.head_dim)
+        return f"lists of blocks are made by Triton, for compute capability 8.0 or newer, got {device.capability}"
+    return ""
 
 
 def triton_shape_fault(block: int, head_dim: int | None) -> str:
@@ -125,8 +138,8 @@ def triton_shape_fault(block: int, head_dim: int | None) -> str:
 
 
 def _cute(device: Device, work: Work) -> str:
-    if device.type != "cuda":
-        return f"it needs a CUDA device, got {device.type}"
+    if fault := _lists_fault(device):
+        return fault
     if device.capability[0] not in CUTE_CAPABILITIES:
         return f"it is proven on compute capability 9.x only, got {device.capability}"
     if device.without_cute:
@@ -139,16 +152,16 @@ def _cute(device: Device, work: Work) -> str:
 
 
 def _cuda(device: Device, work: Work) -> str:
-    if device.type != "cuda":
-        return f"it needs a CUDA device, got {device.type}"
-    if device.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, got {device.capability}"
-    if device.without_cuda or device.without_triton:
-        return device.without_cuda or device.without_triton
-    if fault := _package_shape_fault(work):
+    if fault := _lists_fault(device) or device.without_cuda or _package_shape_fault(work):
         return fault
     if work.dtype not in (None, torch.bfloat16):
         return f"it is proven in bfloat16, got {work.dtype}"
+    if None not in (work.queries, work.heads, work.head_dim) and work.queries * work.heads * work.head_dim >= 1 << 31:
+        # block-sparse-attn's backward pass moves from one listed block to the next by a 32-bit offset
+        return (
+            f"it takes fewer than 2^31 elements of the queries of a rank, got {work.queries} tokens of"
+            f" {work.heads} x {work.head_dim}"
+        )
     return ""
 
 
@@ -181,12 +194,13 @@ def _triton_fault() -> str:
 @functools.cache
 def _cute_fault() -> str:
     """Why flash-attn-4 cannot be used."""
-    try:
-        found = importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        return f"flash-attn-4 is not installed; pip install flash-attn-4=={CUTE_VERSION}"
-    if found != CUTE_VERSION:
-        return f"it is proven with flash-attn-4 {CUTE_VERSION}, got {found}"
+    for package, proven in CUTE_VERSIONS.items():
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} is not installed; pip install {package}=={proven}"
+        if found != proven:
+            return f"it is proven with {package} {proven}, got {found}; pip install {package}=={proven}"
     return _import_fault("flash-attn-4", load, "cute")
 
 

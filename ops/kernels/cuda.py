@@ -43,7 +43,7 @@ TRAITS = Traits(causal_without_lists=HAS_FLASH_ATTN, own_with_others=False)
 
 def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
     """Attention over the listed blocks and the columns, merged with `carry`."""
-    _check(q, keys)
+    _check(keys)
     part = _dense_forward(q, keys, scale) if _causal(keys) else _blocks_forward(q, keys, scale)
     if keys.columns is not None:
         part = triton_rows.merge(carry, part, None)
@@ -57,7 +57,7 @@ def begin(q, tape: Tape) -> None:
 
 def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
-    _check(q, keys)
+    _check(keys)
     dq, dkv = _dense_backward(q, keys, tape) if _causal(keys) else _blocks_backward(q, keys, tape)
     if keys.columns is None:
         return Grads(joined(carry, dq, into), dkv, None)
@@ -75,15 +75,9 @@ def workspace_bytes(size: Size, *, backward: bool) -> int:
     return 3 * size.list_bytes() + size.batch * size.dim * rows
 
 
-def _check(q, keys: Keys) -> None:
+def _check(keys: Keys) -> None:
     if keys.blocks.row_bits is not None:
         raise ValueError("the cuda backend takes whole blocks, this pattern chooses rows; use attention.backend=triton")
-    if q.shape[1] * q.stride(1) >= 1 << 31:
-        # block-sparse-attn's backward pass moves from one listed block to the next by a 32-bit offset
-        raise ValueError(
-            f"the cuda backend takes fewer than 2^31 elements between the first and last query of a rank, got"
-            f" {q.shape[1]} tokens of {q.stride(1)}; use more ranks or attention.backend=triton"
-        )
 
 
 def _causal(keys: Keys) -> bool:

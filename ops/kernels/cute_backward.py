@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 def begin(q, tape: Tape) -> Sums:
     """What all hops share. q [B, S, N, D]."""
     rows = triton_rows.head_rows(q, tape.dout, tape.out, tape.lse, BLOCK)
-    return Sums(torch.zeros(*rows.q.shape[:2], rows.q[0, 0].numel(), device=q.device), rows, q.shape[1])
+    return Sums(rows.lse.new_zeros(*rows.q.shape[:2], rows.q[0, 0].numel()), rows, q.shape[1])
 
 
 def add(
@@ -73,7 +73,7 @@ def add(
     (batch, length, kv_heads, dim), blocks = k.shape, -(-k.shape[1] // config.n_block_size)
     totals = dkv
     if group > 1:
-        totals = torch.zeros(2, batch, kv_heads, blocks * config.n_block_size * dim, device=q.device)
+        totals = dq.new_zeros(2, batch, kv_heads, blocks * config.n_block_size * dim)
     lists = None
     if block_sparse_tensors is not None:
         lists, pattern = normalize_block_sparse_config_bwd(

@@ -28,7 +28,7 @@ def begin(q, tape: Tape) -> None:
 
 def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     """Gradients over the listed blocks and the columns."""
-    dq = torch.zeros(q.shape, device=q.device)
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dkv = _blocks_backward(q, keys, tape, dq)
     columns = None if keys.columns is None else _columns_backward(q, keys, tape, dq)
     return Grads(joined(carry, dq, into), dkv, columns)
@@ -69,7 +69,7 @@ def _columns_forward(q, keys: Keys, scale) -> Partial:
 
 
 def _columns_backward(q, keys: Keys, tape: Tape, dq) -> torch.Tensor:
-    grads = torch.zeros(keys.columns.kv.shape, device=q.device)
+    grads = torch.zeros_like(keys.columns.kv, dtype=torch.float32)
     for row in _column_rows(q, keys):
         k, v = (x[:, :, : row.width].float() for x in keys.columns.kv)
         found, *parts = _row_grads(q, (k, v), row, tape)
@@ -172,8 +172,8 @@ def _row_grads(q, kv, row, tape: Tape):
 
 
 def _empty(q) -> Partial:
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
-    return Partial(torch.zeros(q.shape, device=q.device), lse)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    return Partial(out, out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf))
 
 
 def _write(part: Partial, tokens, row: Partial) -> None:

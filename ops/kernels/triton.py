@@ -45,7 +45,7 @@ def forward(q, keys: Keys, *, scale, carry=None, into=None) -> Partial:
     q, keys = _checked(q, keys)
     tiles = _tiles("forward", q, keys.blocks.block)
     out = _place(q, into)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     carried = (out, lse) if carry is None else (x.contiguous() for x in carry)
     triton_blocks.forward_kernel[(_programs(q, keys.blocks, tiles),)](
         q, keys.k, keys.v, *keys.blocks.by_query, *_query_side(keys), *carried, out, lse,
@@ -99,7 +99,7 @@ def _dq(q, keys: Keys, tensors, scale, carry, into):
 def _dkv(q, keys: Keys, tensors, scale):
     blocks, k = keys.blocks, keys.k
     tiles = _tiles("dkv", q, blocks.block)
-    dkv = torch.empty(2, *k.shape, device=q.device)
+    dkv = torch.empty(2, *k.shape, dtype=torch.float32, device=q.device)
     programs = k.shape[0] * k.shape[2] * len(blocks.k_starts) * (blocks.block // tiles.keys)
     triton_blocks.dkv_kernel[(programs,)](
         q, k, keys.v, *tensors, *blocks.by_key, blocks.k_starts, _bits(blocks), *dkv,
@@ -116,7 +116,7 @@ def _columns_dkv(q, keys: Keys, tensors, scale):
     heads, words = q.shape[0] * q.shape[2], seen.bits.shape[-1]
     programs = heads * (words * 32 // tiles.keys)
     split = max(1, min(8, 1024 // programs))  # few columns: share a tile's queries among programs to fill the GPU
-    parts = torch.empty(2, split, *k.shape, device=q.device)
+    parts = torch.empty(2, split, *k.shape, dtype=torch.float32, device=q.device)
     triton_columns.columns_dkv_kernel[(split * programs,)](
         q, k, v, *tensors, seen.bits, seen.first_block(tiles.keys), *parts, *_query_maps(q, tensors[0], tiles, block),
         scale, q.shape[2], q.shape[1], k.shape[2], len(keys.blocks.q_starts), words, heads,

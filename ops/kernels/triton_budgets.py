@@ -5,7 +5,8 @@
     2. the ties             how many masses equal to t are needed beside the larger ones; the first ones are taken
     3. one walk             kept entries in ascending order, so that lists come out sorted
 
-One program a head. Masses are not negative; padding is, and is never kept.
+One program a head. Masses are not negative; padding is, and is never kept. Infinity and NaN count as 0: they come of a
+run that has diverged, whose lists must be lists all the same.
 """
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from mtraining_nns.ops.index import NO_COLUMN
 
 CHUNK = 4096  # masses at once
+LARGEST = tl.constexpr(0x7F7FFFFF)  # bits of the largest finite mass
 
 
 @triton.jit
@@ -23,7 +25,8 @@ def mass_bits(MASS, first, count, CHUNK: tl.constexpr):
     places = first + tl.arange(0, CHUNK)
     mass = tl.load(MASS + places, mask=places < count, other=-1.0)
     bits = mass.to(tl.int32, bitcast=True)
-    return bits, tl.where(bits >= 0, mass, 0.0).to(tl.float64)
+    bits = tl.where(bits > LARGEST, 0, bits)
+    return bits, tl.where(bits > 0, mass, 0.0).to(tl.float64)
 
 
 @triton.jit
@@ -41,7 +44,7 @@ def above(MASS, count, threshold, CHUNK: tl.constexpr):
 @triton.jit
 def crossing(MASS, count, wanted, most, CHUNK: tl.constexpr):
     """(bits of the crossing mass, how many equal ones are kept, sum of what is kept fp64)."""
-    low, high = tl.full([], 0, tl.int64), tl.full([], 0x7F7FFFFF, tl.int64)
+    low, high = tl.full([], 0, tl.int64), tl.full([], LARGEST, tl.int64)
     for _ in range(0, 31):
         middle = (low + high + 1) // 2
         total, number = above(MASS, count, middle.to(tl.int32), CHUNK)
@@ -78,6 +81,7 @@ def columns_kernel(
         # sinks stand in front of the list whether their mass is large or not
         taken = ((bits > threshold) | ((equal != 0) & (rank <= ties))) & (position >= sinks)
         slot = sinks + kept + tl.cumsum(taken.to(tl.int32), 0) - 1
+        taken = taken & (slot < C)
         tl.store(OUT + head * C + slot, position, mask=taken)
         kept += tl.sum(taken.to(tl.int32), 0)
         tied += tl.sum(equal, 0)

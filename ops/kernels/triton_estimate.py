@@ -48,17 +48,17 @@ def local_lse(queries, k, place: Place, scale: float) -> torch.Tensor:
     """fp32 [B, N, L]: log-sum-exp of the causal scores over this rank's keys, -inf where none is seen."""
     tiles, k = _tiles(queries, place), k.contiguous()
     (batch, last, heads, _), parts = queries.shape, triton.cdiv(k.shape[1], tiles.keys)
-    partial = torch.empty(batch, heads, parts, last, device=k.device)
+    partial = torch.empty(batch, heads, parts, last, dtype=torch.float32, device=k.device)
     tile_lse[(batch * k.shape[2] * parts,)](
         queries, k, *_positions(place, k), partial, *_sizes(queries, k, scale), **_settings(tiles, queries, place)
     )
-    lse, (chunk, rows) = torch.empty(batch, heads, last, device=k.device), JOINED
+    lse, (chunk, rows) = partial.new_empty(batch, heads, last), JOINED
     join_tiles[(batch * heads * triton.cdiv(last, rows),)](partial, lse, parts, last, CHUNK=chunk, ROWS=rows)
     return lse
 
 
 def pooled_weights(queries, k, lse, place: Place, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the weights exp(score - lse): columns fp32 [B, N, S], -1 at padding, and bins fp32 [B, N, n].
+    """Sums of the weights exp(score - lse): columns fp32 [B, N, S], -1 at padding, 0 for NaN, and bins fp32 [B, N, n].
 
     lse: fp32 [B, N, L] over the whole ring. The bins hold what this rank's keys add.
     """
@@ -66,8 +66,8 @@ def pooled_weights(queries, k, lse, place: Place, scale: float) -> tuple[torch.T
     batch, last, heads, _ = queries.shape
     steps = triton.cdiv(layout.seq_len, tiles.queries) - (layout.seq_len - last) // tiles.queries
     parts = steps * max(1, layout.block // tiles.keys)
-    columns = torch.empty(batch, heads, k.shape[1], device=k.device)
-    bins = torch.zeros(parts, 2, batch, heads, layout.global_blocks, device=k.device)
+    columns = torch.empty(batch, heads, k.shape[1], dtype=torch.float32, device=k.device)
+    bins = columns.new_zeros(parts, 2, batch, heads, layout.global_blocks)
     tile_weights[(batch * k.shape[2] * triton.cdiv(k.shape[1], tiles.keys),)](
         queries, k, lse.contiguous(), *_positions(place, k), columns, bins, *_sizes(queries, k, scale),
         batch * heads, layout.global_blocks, **_settings(tiles, queries, place),
@@ -203,6 +203,7 @@ def tile_weights(
         total, low = tl.sum(weights, 1), tl.sum(tl.where(near, weights, 0.0), 1)
         mass = tl.where(step == 0, 0.0, mass) + total
         if step == steps - 1:
+            mass = tl.where(mass == mass, mass, 0.0)  # NaN comes of a run that has diverged
             tl.store(COLUMNS + head * S + keys, tl.where(position < seq_len, mass, -1.0), mask=keys < S)
 
         distance = begin // BLOCK - starts // BLOCK

@@ -44,8 +44,8 @@ def merge(a: Partial | None, b: Partial, into: torch.Tensor | None) -> Partial:
     if a is None:
         return b if into is None or into is b.out else Partial(into.copy_(b.out), b.lse)
     batch, length, heads, dim = b.out.shape
-    out = torch.empty(b.out.shape, device=b.out.device) if into is None else into
-    lse = torch.empty(b.lse.shape, device=b.lse.device)
+    out = torch.empty(b.out.shape, dtype=torch.float32, device=b.out.device) if into is None else into
+    lse = torch.empty_like(b.lse, memory_format=torch.contiguous_format)
     programs = batch * heads * triton.cdiv(length, 64)
     merge_kernel[(programs,)](
         *(x.contiguous() for x in (*a, *b)), out, lse, length, heads, *out.stride()[:2], M=64, D=dim
@@ -68,7 +68,7 @@ def row_dot_kernel(A, B, OUT, S, N, M: tl.constexpr, D: tl.constexpr):
 def row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """fp32 [B, N, S]: sum over D of a * b, both [B, S, N, D] and contiguous, D a power of two."""
     batch, length, heads, dim = a.shape
-    out = torch.empty(batch, heads, length, device=a.device)
+    out = torch.empty(batch, heads, length, dtype=torch.float32, device=a.device)
     row_dot_kernel[(batch * heads * triton.cdiv(length, 64),)](a, b, out, length, heads, M=64, D=dim)
     return out
 
@@ -111,7 +111,7 @@ def head_rows(q, dout, out, lse, filling: int) -> HeadRows:
     shape, device = (batch, heads, filled), q.device
     rows = HeadRows(
         *(torch.empty(*shape, dim, dtype=q.dtype, device=device) for _ in range(2)),
-        *(torch.empty(shape, device=device) for _ in range(2)),
+        *(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)),
     )
     strides = [stride for x in (q, dout, out) for stride in x.stride()[:2]]
     head_rows_kernel[(batch * heads * (filled // 64),)](

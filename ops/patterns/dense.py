@@ -6,7 +6,7 @@ from mtraining_nns.ops.index import DistanceIndex
 ROW_BITS = False
 
 
-def most_columns(config: AttentionConfig) -> int:
+def most_columns(config: AttentionConfig, seq_len: int) -> int:
     """None: whole blocks alone."""
     return 0
 

@@ -23,7 +23,7 @@ ROW_BITS = True
 CHUNK_ELEMENTS = 1 << 24  # scores held at once
 
 
-def most_columns(config: AttentionConfig) -> int:
+def most_columns(config: AttentionConfig, seq_len: int) -> int:
     """None: whole blocks alone."""
     return 0
 

@@ -27,9 +27,10 @@ ROW_BITS = False
 CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating in torch
 
 
-def most_columns(config: AttentionConfig) -> int:
+def most_columns(config: AttentionConfig, seq_len: int) -> int:
     """Sinks, and what the budget allows a head."""
-    return config.sinks + (min(config.cap, config.k_v) if config.budget == "fixed" else config.cap)
+    most = min(config.cap, config.k_v) if config.budget == "fixed" else config.cap
+    return min(config.sinks + most, seq_len)
 
 
 def build(q, k, place: Place, config: AttentionConfig, scale: float) -> DistanceIndex:
@@ -89,18 +90,19 @@ def local_lse(queries, k, place: Place, scale: float) -> torch.Tensor:
 
 
 def pooled_weights(queries, k, lse, place: Place, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the weights exp(score - lse): columns fp32 [B, N, S_local], -1 at padding, and bins fp32 [B, N, n].
+    """Sums of the weights exp(score - lse): columns fp32 [B, N, S_local], -1 at padding, 0 for NaN, and bins
+    fp32 [B, N, n].
 
     lse: fp32 [B, N, L] over the whole ring. The bins hold what this rank's keys add.
     """
     layout, ring = place
-    columns = torch.empty(k.shape[0], queries.shape[2], k.shape[1], device=k.device)
-    bins = torch.zeros(*columns.shape[:2], layout.global_blocks + 1, device=k.device)
+    columns = torch.empty(k.shape[0], queries.shape[2], k.shape[1], dtype=torch.float32, device=k.device)
+    bins = columns.new_zeros(*columns.shape[:2], layout.global_blocks + 1)
     rows = range(layout.seq_len - queries.shape[1], layout.seq_len)
     pooling = _Pooling(rows, layout.block_starts(ring.rank, k.device), layout.block)
     for heads, scores in _scores(queries, k, place, scale):
         weights = torch.exp(scores - lse[:, heads, :, None])
-        columns[:, heads] = weights.sum(2)
+        columns[:, heads] = weights.sum(2).nan_to_num_(nan=0.0)  # NaN comes of a run that has diverged
         pooling.add(weights, bins[:, heads])
     columns.masked_fill_(_positions(k, place) >= layout.seq_len, -1.0)
     return columns, bins[..., :-1].contiguous()
@@ -189,7 +191,9 @@ def _columns(mass, place: Place, config: AttentionConfig):
     capped = _short_of_budget(best, total, layout.seq_len, config)
     position = torch.where(kept & (best >= 0) & (position >= sinks), position, NO_COLUMN)
     leading = torch.arange(sinks, dtype=torch.int32, device=mass.device).expand(*mass.shape[:2], -1)
-    position = torch.cat([leading, position], -1).sort(-1).values
+    position = (
+        torch.cat([leading, position], -1).sort(-1).values[..., : most_columns(config, layout.seq_len)].contiguous()
+    )
     return position, (position != NO_COLUMN).sum(-1, dtype=torch.int32), capped
 
 
@@ -215,7 +219,7 @@ def _columns_by_kernels(mass, place: Place, config: AttentionConfig, cap: int, s
         wanted=float("inf") if fixed or config.p_v == 1.0 else config.p_v * total,
         most=most,
         sinks=sinks,
-        width=sinks + most,
+        width=most_columns(config, place.layout.seq_len),
     )
     capped = _short_of_wish(count, place.layout.seq_len, config)
     return position, count, short.sum(dtype=torch.int32) if capped is None else capped

@@ -35,7 +35,7 @@ SUMS_BYTES = 1 << 30  # sums of the heads that are estimated at once, at least o
 CHUNK_ELEMENTS = 1 << 25  # logits held at once
 
 
-def most_columns(config: AttentionConfig) -> int:
+def most_columns(config: AttentionConfig, seq_len: int) -> int:
     """None: whole blocks alone."""
     return 0
 
@@ -95,8 +95,8 @@ class _Estimate:
         """The keys [B, S, H, D] of a rank."""
         keys = k.unflatten(1, (-1, self.stride)).permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)
         places = self._groups(source)
-        top = torch.full(self.queries.shape[:3], -torch.inf, device=k.device)
-        sums = torch.zeros(*top.shape, self.layout.local_blocks, device=k.device)
+        top = torch.full(self.queries.shape[:3], -torch.inf, dtype=torch.float32, device=k.device)
+        sums = top.new_zeros(*top.shape, self.layout.local_blocks)
         for rows, blocks in self._tiles(source):
             cols = slice(0, blocks * self.per_block)
             logits = self._logits(self.queries[:, :, rows], keys[:, cols])
@@ -112,7 +112,7 @@ class _Estimate:
         shares = [torch.exp(top - highest) for _, top, _ in self.hops]
         total = sum(share * sums.sum(-1) for share, (_, _, sums) in zip(shares, self.hops, strict=True))
         real = self.own * self.stride < self.layout.seq_len
-        scores = torch.zeros(*total.shape[:2], self.layout.local_blocks, self.layout.global_blocks, device=total.device)
+        scores = total.new_zeros(*total.shape[:2], self.layout.local_blocks, self.layout.global_blocks)
         for share, (source, _, sums) in zip(shares, self.hops, strict=True):
             weight = (share / total * real).unflatten(2, (-1, self.per_block))
             pooled = torch.einsum("hgia,hgiaj->hgij", weight, sums.unflatten(2, (-1, self.per_block)))
