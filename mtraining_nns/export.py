@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from mtraining_nns import checkpoint
+from mtraining_nns import checkpoint, nnscaler_states
 from mtraining_nns.data.atomic import new_folder
 from mtraining_nns.errors import UserError
-from mtraining_nns.model import build_model, materialize
+from mtraining_nns.model import build_model, greedy_generation, materialize
 from mtraining_nns.recipe import Recipe
 from mtraining_nns.rope import rope_of
 from mtraining_nns.weights import named_weights, read_tensors
@@ -31,15 +31,39 @@ TOKENIZER = "tokenizer"  # folder beside the checkpoints, copied there from the 
 
 
 def export(source: str, out: str) -> None:
-    """Write the HuggingFace folder `out` from a checkpoint, or from the latest complete one of a run's folder."""
-    path = checkpoint.find(source, source) if os.path.isdir(source) else None
-    if path is None:
+    """Write the HuggingFace folder `out` from a checkpoint, or from the latest complete one of a run's folder.
+
+    Checkpoints of both engines will do; those of nnScaler need it.
+    """
+    if not os.path.isdir(source):
         raise UserError(f"{source} is no checkpoint; give a checkpoint.dir or one of its step folders")
+    path = nnscaler_states.find(source)
+    if path is None:
+        path = checkpoint.find(source, source)
+        run, read = os.path.dirname(os.path.abspath(path)), read_model
+    else:
+        run, read = nnscaler_states.run_folder(path), read_nnscaler_model
     recipe = Recipe.load(os.path.join(path, "recipe.yaml"))
-    generation = checkpoint.read_json(path, "generation_config.json")
-    tokenizer = os.path.join(os.path.dirname(os.path.abspath(path)), TOKENIZER)
     check_out(out)
-    publish(read_model(path, getattr(torch, recipe.model.dtype)), recipe, out, generation, tokenizer)
+    lm = read(path, getattr(torch, recipe.model.dtype))
+    publish(lm, recipe, out, checkpoint.read_json(path, "generation_config.json"), os.path.join(run, TOKENIZER))
+
+
+def texts_of(recipe: Recipe, config) -> dict[str, str]:
+    """The small files that a checkpoint holds for an export, by name; config: of the causal LM."""
+    generation = greedy_generation(config, recipe.model.path)
+    return {
+        "recipe.yaml": recipe.to_yaml(),
+        "config.json": config_text(config),
+        "generation_config.json": json.dumps(generation, indent=2),
+    }
+
+
+def keep_tokenizer(recipe: Recipe) -> None:
+    """Copy the data's tokenizer into checkpoint.dir, so that an export needs nothing else."""
+    source, target = (os.path.join(folder, TOKENIZER) for folder in (recipe.data.path, recipe.checkpoint.dir))
+    if os.path.isdir(source):
+        shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def check_out(out: str) -> None:
@@ -65,10 +89,23 @@ def publish(lm, recipe: Recipe, out: str, generation: dict, tokenizer: str) -> N
 
 def read_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     """Causal LM of a checkpoint on the CPU in `dtype`, its rope tables in fp32."""
-    lm = build_model(AutoConfig.from_pretrained(path, local_files_only=True), seed=None).to(dtype)
-    materialize(lm, "cpu")
+    lm = _empty_model(path, dtype)
     read_tensors({f"weight/{name}": tensor for name, tensor in named_weights(lm).items()}, path, alone=True)
     return lm.eval()
+
+
+def read_nnscaler_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
+    """The same of a checkpoint of nnScaler's Trainer."""
+    lm, stored = _empty_model(path, dtype), nnscaler_states.merged_weights(path)
+    for name, weight in named_weights(lm).items():
+        weight.detach().copy_(stored[name])
+    return lm.eval()
+
+
+def _empty_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
+    lm = build_model(AutoConfig.from_pretrained(path, local_files_only=True), seed=None).to(dtype)
+    materialize(lm, "cpu")
+    return lm
 
 
 def config_text(config) -> str:

@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict
 
 from mtraining_nns import __version__
+from mtraining_nns.nnscaler_states import STATES
 
 PARTS = "mtraining_nns.nnscaler_parts"
 ZERO = {0: 0, 1: 1, 2: 3, 3: 3}  # nnScaler has no stage 2
@@ -19,7 +20,7 @@ ZERO = {0: 0, 1: 1, 2: 3, 3: 3}  # nnScaler has no stage 2
 
 def folders(recipe) -> tuple[str, str]:
     """(generated code, checkpoints) of a run."""
-    return tuple(os.path.join(recipe.checkpoint.dir, "nnscaler", name) for name in ("code", "states"))
+    return os.path.join(recipe.checkpoint.dir, "nnscaler", "code"), os.path.join(recipe.checkpoint.dir, STATES)
 
 
 def trainer_args(recipe, path: str, *, resume: str | None = None, compile_only: bool = False) -> dict:

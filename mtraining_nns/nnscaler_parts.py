@@ -10,7 +10,6 @@ All of them read one resolved recipe, whose path stands in the file. The data of
 import contextlib
 import json
 import math
-import os
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +18,7 @@ from nnscaler.cli.trainer_args import AggregatedOutputs
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mtraining_nns import nnscaler_cpu, nnscaler_ops
-from mtraining_nns.checkpoint import incomplete, read_json
+from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states
 from mtraining_nns.data.collator import IGNORED_LABEL, collate_ring
 from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.store import read_manifest
@@ -29,6 +27,7 @@ from mtraining_nns.engines.held_out import MOST_SEQUENCES
 from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
 from mtraining_nns.errors import UserError
+from mtraining_nns.export import keep_tokenizer, texts_of
 from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes
 from mtraining_nns.model import build_config, build_model, materialize
 from mtraining_nns.nnscaler_hf import TracedLoss
@@ -37,8 +36,6 @@ from mtraining_nns.optim import learning_rate
 from mtraining_nns.recipe import Recipe
 
 nnscaler_cpu.install()
-
-COMPLETE = "complete.json"  # in a checkpoint's folder once every rank's file is on disk
 
 
 class RecipeLoss(nn.Module):
@@ -181,6 +178,9 @@ class RecipeHook(TrainHook):
         self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
         self.meter = Meter(batch_of(self.recipe) * train.seq_len)
         self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
+        if self.world.rank == 0:
+            keep_tokenizer(self.recipe)
+            self.texts = texts_of(self.recipe, build_config(self.recipe, read_manifest(self.recipe.data.path)))
         if self.world.ring.world > 1:
             self.world.say(self.world.about)
 
@@ -256,7 +256,7 @@ class RecipeHook(TrainHook):
 
     def _mark(self, trainer) -> None:
         if self.unmarked is not None and self.world.rank == 0:
-            mark(trainer.train_args.checkpoint.save_dir, self.unmarked)
+            nnscaler_states.mark(trainer.train_args.checkpoint.save_dir, self.unmarked, self.texts)
         self.unmarked = None
 
     @torch.no_grad()
@@ -290,22 +290,3 @@ class RecipeHook(TrainHook):
         # every rank of a ring has the ring's sums
         total, valid = (self.world.sum(sums) / self.world.ring.world).tolist()
         return total / valid
-
-
-def mark(folder: str, step: int) -> None:
-    """Say that the checkpoint of a step is complete."""
-    for name in os.listdir(folder):
-        if os.path.isdir(os.path.join(folder, name)) and name.endswith(f"-{step:04d}"):
-            path = os.path.join(folder, name)
-            files = {file: os.path.getsize(os.path.join(path, file)) for file in os.listdir(path)}
-            partial = os.path.join(path, f".{COMPLETE}")
-            with open(partial, "w", encoding="utf-8") as stream:
-                json.dump({"step": step, "files": files}, stream)
-            os.replace(partial, os.path.join(path, COMPLETE))
-
-
-def latest(folder: str) -> str | None:
-    """The newest complete checkpoint of a folder."""
-    paths = [os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
-    complete = [path for path in paths if not incomplete(path, COMPLETE)]
-    return max(complete, key=lambda path: read_json(path, COMPLETE)["step"], default=None)

@@ -1,7 +1,9 @@
 """An exported folder: what plain transformers loads is the model that was trained."""
 
+import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from distributed import run_workers
 from tiny import MODEL, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from mtraining_nns import nnscaler_states
 from mtraining_nns.data.dataset import PackedDataset
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import export
@@ -128,3 +131,17 @@ def test_an_export_never_replaces_a_file(run, tmp_path):
     with pytest.raises(UserError, match="mine is a file, expected a folder"):
         export(str(run[0].parent), str(tmp_path / "mine"))
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_checkpoint_of_nnscaler_is_read_by_nnscaler(tmp_path, monkeypatch):
+    step = tmp_path / "run" / "nnscaler" / "states" / "0000-0004"
+    step.mkdir(parents=True)
+    texts = {
+        "recipe.yaml": Path(write_recipe(tmp_path)).read_text(),
+        "config.json": json.dumps({"model_type": "llama"}),
+    }
+    nnscaler_states.mark(str(step.parent), 4, texts)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="0000-0004 is a checkpoint of nnScaler, which reads it: nnScaler is not imp"):
+        export(str(tmp_path / "run"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

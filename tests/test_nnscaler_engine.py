@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file
 from tiny import prepare, write_recipe
 
+from mtraining_nns.errors import UserError
+from mtraining_nns.export import export
+
 pytestmark = [
     pytest.mark.nnscaler,
     pytest.mark.skipif(importlib.util.find_spec("nnscaler") is None, reason="nnScaler is not importable"),
@@ -79,6 +82,27 @@ def test_the_engines_agree(folder, expected, world, split):
     assert ours.keys() == theirs.keys() and ours.keys() > {"lm_head.weight"}
     for key, weight in ours.items():
         assert (weight - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
+
+
+def test_an_earlier_step_is_exported_without_the_data(folder, expected, tmp_path):
+    """The last step again, and the one before it; then a folder that a kill has left incomplete."""
+    (folder / "data" / "tokenizer").mkdir()
+    (folder / "data" / "tokenizer" / "tokenizer.json").write_text("{}")
+    train(folder, "exported", 2, "parallel.engine=nnscaler", "checkpoint.every=2")
+    run, hidden = folder / "exported", folder / "elsewhere"
+    (folder / "data").rename(hidden)
+    try:
+        export(str(run), str(tmp_path / "last"))
+        export(str(run / "nnscaler" / "states" / "0000-0002"), str(tmp_path / "second"))
+    finally:
+        hidden.rename(folder / "data")
+    for name in ("model.safetensors", "config.json", "generation_config.json", "mtraining.json", "tokenizer.json"):
+        assert (tmp_path / "last" / name).read_bytes() == (run / "hf" / name).read_bytes(), name
+    second = load_file(tmp_path / "second" / "model.safetensors")
+    assert not torch.equal(second["lm_head.weight"], weights(run)["lm_head.weight"])
+    (run / "nnscaler" / "states" / "0000-0002" / "config.json").unlink()
+    with pytest.raises(UserError, match="0000-0002 holds no complete checkpoint"):
+        export(str(run / "nnscaler" / "states" / "0000-0002"), str(tmp_path / "none"))
 
 
 def test_a_run_goes_on_where_it_was_stopped_and_on_another_number_of_ranks(folder, expected):

@@ -10,24 +10,19 @@ but your own.
 import json
 import os
 
-import torch
 import torch.distributed as dist
-from nnscaler.cli.serialization import Checkpointer
 from nnscaler.cli.trainer import Trainer
 
 from mtraining_nns import nnscaler_parts as parts
+from mtraining_nns import nnscaler_states
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.held_out import check_held_out
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
-from mtraining_nns.export import TOKENIZER, publish
+from mtraining_nns.export import export
 from mtraining_nns.metrics import summary
-from mtraining_nns.model import build_config, build_model, greedy_generation, materialize
 from mtraining_nns.nnscaler_args import folders, trainer_args
 from mtraining_nns.recipe import Recipe
-from mtraining_nns.weights import named_weights
-
-PREFIX = "traced.lm."  # of the causal LM's weights in what is compiled
 
 
 def train(recipe: Recipe) -> dict:
@@ -50,7 +45,7 @@ def train(recipe: Recipe) -> dict:
     parts.leave()
     dist.barrier()
     if process.rank == 0:
-        export(recipe, states)
+        export(nnscaler_states.find(recipe.checkpoint.dir), recipe.export.dir)
         with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
             json.dump(found, stream, indent=1)
         print(f"exported to {recipe.export.dir}", flush=True)
@@ -58,31 +53,12 @@ def train(recipe: Recipe) -> dict:
     return found
 
 
-def export(recipe: Recipe, states: str) -> None:
-    """Write the HuggingFace folder of a run from its newest complete checkpoint."""
-    newest = parts.latest(states)
-    if newest is None:
-        raise UserError(f"{states} holds no complete checkpoint; train first")
-    files = [os.path.join(newest, name) for name in sorted(os.listdir(newest)) if name.endswith(".ckpt")]
-    merged = os.path.join(newest, ".merged.ckpt")
-    Trainer.merge_checkpoint(files, merged, model_only=True)
-    stored = Checkpointer().load(merged)["model"]
-    os.remove(merged)
-    config = build_config(recipe, read_manifest(recipe.data.path))
-    lm = build_model(config, seed=None).to(getattr(torch, recipe.model.dtype))
-    materialize(lm, "cpu")
-    for name, weight in named_weights(lm).items():
-        weight.detach().copy_(stored[PREFIX + name])
-    generation = greedy_generation(config, recipe.model.path)
-    publish(lm.eval(), recipe, recipe.export.dir, generation, os.path.join(recipe.data.path, TOKENIZER))
-
-
 def _resume(recipe: Recipe, states: str) -> str | None:
     """The checkpoint to go on from, None for a fresh start; those that were not completed do not count."""
     wanted = recipe.checkpoint.resume
     if wanted not in ("auto", "never"):
         return wanted
-    newest = parts.latest(states)
+    newest = nnscaler_states.latest(states)
     if wanted == "never" and newest is not None:
         raise UserError(
             f"checkpoint.dir={recipe.checkpoint.dir} holds {os.path.basename(newest)} of another run; continue it with"

@@ -8,7 +8,6 @@ Files: `world.py` processes and ring, `feed.py` batches, `step.py` one step, `he
 
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 
 import torch
@@ -21,9 +20,9 @@ from mtraining_nns.engines.held_out import check_held_out, evaluate
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
-from mtraining_nns.export import TOKENIZER, config_text, export
+from mtraining_nns.export import export, keep_tokenizer, texts_of
 from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes, summary
-from mtraining_nns.model import CausalLMLoss, build_config, build_model, greedy_generation, materialize
+from mtraining_nns.model import CausalLMLoss, build_config, build_model, materialize
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.optim import build_optimizer, learning_rate, set_learning_rate
 from mtraining_nns.recipe import Recipe
@@ -81,7 +80,7 @@ class Run:
         state = State(model.lm, build_optimizer(model, recipe.train))
         trainer = _resume(found, state, recipe, feed) if found else {"losses": [], "values": {}}
         if world.rank == 0:
-            _keep_tokenizer(recipe)
+            keep_tokenizer(recipe)
         if world.ring.world > 1:
             world.say(world.about)
         world.say(operator.describe(recipe.train.seq_len))
@@ -140,12 +139,9 @@ class Run:
         """Checkpoint after `done` steps. Collective."""
         data = self.feed.dataset.manifest["sha256"]
         trainer = {"format": 1, "step": done, "losses": self.losses, "values": self.last, "data": data}
-        lm = self.model.lm
         files = {
             checkpoint.TRAINER: json.dumps(trainer),
-            "recipe.yaml": self.recipe.to_yaml(),
-            "config.json": config_text(lm.config),
-            "generation_config.json": json.dumps(greedy_generation(lm.config, self.recipe.model.path), indent=2),
+            **texts_of(self.recipe, self.model.lm.config),
         }
         config = self.recipe.checkpoint
         path = checkpoint.save(config.dir, done, self.state, files=files, keep=config.keep)
@@ -194,10 +190,3 @@ def _resume(path: str, state: State, recipe: Recipe, feed: Feed) -> dict:
 
 def _flat(sections: dict) -> dict:
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-
-
-def _keep_tokenizer(recipe: Recipe) -> None:
-    """Copy the data's tokenizer beside the checkpoints, so that an export needs nothing else."""
-    source, target = (os.path.join(folder, TOKENIZER) for folder in (recipe.data.path, recipe.checkpoint.dir))
-    if os.path.isdir(source):
-        shutil.copytree(source, target, dirs_exist_ok=True)

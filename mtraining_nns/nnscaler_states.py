@@ -1,0 +1,73 @@
+"""Checkpoints of nnScaler's Trainer: complete ones alone count, and each holds what an export needs.
+
+    checkpoint.dir/nnscaler/states/
+      0000-0004/          epoch and step
+        *.ckpt            one a rank, in nnScaler's own format
+        recipe.yaml  config.json  generation_config.json
+        complete.json     name and size of every file, written last
+
+nnScaler's files are pickles: read none but your own. Only `merged_weights` needs nnScaler.
+"""
+
+import json
+import os
+
+from mtraining_nns.checkpoint import incomplete, read_json
+from mtraining_nns.engines import nnscaler_fault
+from mtraining_nns.errors import UserError
+
+COMPLETE = "complete.json"
+STATES = os.path.join("nnscaler", "states")  # in checkpoint.dir
+PREFIX = "traced.lm."  # of the causal LM's weights in what is compiled
+
+
+def mark(folder: str, step: int, files: dict[str, str]) -> None:
+    """Say that the checkpoint of a step is complete; files: small texts by name that go into it."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if os.path.isdir(path) and name.endswith(f"-{step:04d}"):
+            for file, text in files.items():
+                _write(os.path.join(path, file), text)
+            sizes = {file: os.path.getsize(os.path.join(path, file)) for file in os.listdir(path)}
+            _write(os.path.join(path, f".{COMPLETE}"), json.dumps({"step": step, "files": sizes}))
+            os.replace(os.path.join(path, f".{COMPLETE}"), os.path.join(path, COMPLETE))
+
+
+def latest(folder: str) -> str | None:
+    """The newest complete checkpoint of a folder."""
+    paths = [os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
+    complete = [path for path in paths if not incomplete(path, COMPLETE)]
+    return max(complete, key=lambda path: read_json(path, COMPLETE)["step"], default=None)
+
+
+def find(source: str) -> str | None:
+    """A complete checkpoint: `source` itself, or the latest one of a checkpoint.dir."""
+    return latest(os.path.join(source, STATES)) if incomplete(source, COMPLETE) else source
+
+
+def run_folder(path: str) -> str:
+    """The checkpoint.dir of a checkpoint."""
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(path))))
+
+
+def merged_weights(path: str) -> dict:
+    """Tensors of the causal LM by name, on the CPU, from all ranks' files of a checkpoint."""
+    if fault := nnscaler_fault():
+        raise UserError(f"{path} is a checkpoint of nnScaler, which reads it: {fault}")
+    from nnscaler.cli.serialization import Checkpointer
+    from nnscaler.cli.trainer import Trainer
+
+    files = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".ckpt")]
+    merged = os.path.join(path, f".merged-{os.getpid()}.ckpt")
+    try:
+        Trainer.merge_checkpoint(files, merged, model_only=True)
+        model = Checkpointer().load(merged)["model"]
+    finally:
+        if os.path.exists(merged):
+            os.remove(merged)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in model.items()}
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(text)
