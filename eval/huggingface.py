@@ -53,6 +53,16 @@ class TextTokenizer:
         closing = [] if self.eos is None else [self.eos]
         return torch.tensor([token for ids in self.encode(list(documents)) for token in (*ids, *closing)])
 
+    def chat_turn(self, mark: str) -> tuple[list[int], list[int]]:
+        """Token ids of the chat template before and after a message `mark`, up to the beginning of the answer."""
+        if self.tokenizer.chat_template is None:
+            raise UserError("the tokenizer has no chat template; use --prompt base")
+        message = [{"role": "user", "content": mark}]
+        text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        if text.count(mark) != 1:
+            raise UserError("the tokenizer's chat template changes or repeats the message; use --prompt base")
+        return tuple(self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(mark))
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of generated tokens, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -105,6 +115,8 @@ class HuggingFaceEngine:
     attention_config: AttentionConfig, or a dict of overrides on the folder's mtraining.json; only for "mtraining"
     dtype: a key of DTYPES, None takes the dtype of the weights. device: None takes the GPU if there is one.
     """
+
+    batch_size = 1  # the sparse attention takes no padding
 
     def __init__(self, model_dir, attention="dense", attention_config=None, device=None, dtype=None):
         if attention not in ATTENTIONS or dtype not in (None, *DTYPES):

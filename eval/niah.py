@@ -12,18 +12,21 @@ Not for comparing with published tables to the digit: the template is our own, a
 import random
 import re
 from bisect import bisect_left
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 
 from mtraining_nns.errors import UserError
+from mtraining_nns.eval.prompts import Format
+from mtraining_nns.eval.questions import Generative, Question
 
 INSTRUCTION = (
     "Somewhere in the text below, one sentence states the magic number of a city. "
     "Find it and remember it: the question after the text asks for it.\n\n"
 )
 NEEDLE = " The magic number of {city} is {answer}."
-QUESTION = "\n\nQuestion: What is the magic number of {city}?\nAnswer: The magic number of {city} in the text is"
-TEMPLATE = {"instruction": INSTRUCTION, "needle": NEEDLE, "question": QUESTION}
+QUESTION = "\n\nQuestion: What is the magic number of {city}?\n"
+ANSWER = "Answer: The magic number of {city} in the text is"
+TEMPLATE = {"instruction": INSTRUCTION, "needle": NEEDLE, "question": QUESTION, "answer": ANSWER}
 CITIES = ("Lisbon", "Nairobi", "Kyoto", "Quito", "Oslo", "Hanoi", "Denver", "Tunis", "Perth", "Riga", "Cusco", "Bergen")
 NOISE = (
     " The river runs slowly past the old mill.",
@@ -45,6 +48,7 @@ class NiahConfig:
     samples: int = 1
     max_new_tokens: int = 32
     seed: int = 0
+    chat: bool = False
 
     def __post_init__(self):
         if not self.lengths or min(self.lengths) < 1:
@@ -58,56 +62,6 @@ class NiahConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NiahCase:
-    """One question. `needle_begin` is the prompt position of the needle's first token."""
-
-    length: int
-    depth: float
-    sample: int
-    city: str
-    answer: str
-    prompt_tokens: int
-    needle_begin: int
-
-
-@dataclass(frozen=True)
-class NiahScore:
-    """What the model answered."""
-
-    case: NiahCase
-    generated: str
-    correct: bool
-
-
-@dataclass(frozen=True)
-class NiahResult:
-    """All scores of a run; a cell is one length at one depth."""
-
-    config: NiahConfig
-    scores: tuple[NiahScore, ...]
-
-    def percent(self, length: int | None = None, depth: float | None = None) -> float:
-        """Share of correct answers in percent; None takes all lengths or all depths."""
-        chosen = [
-            score.correct
-            for score in self.scores
-            if length in (None, score.case.length) and depth in (None, score.case.depth)
-        ]
-        return 100.0 * sum(chosen) / len(chosen)
-
-    def as_dict(self) -> dict:
-        cells = [
-            {"length": length, "depth": depth, "samples": self.config.samples, "score": self.percent(length, depth)}
-            for length in self.config.lengths
-            for depth in self.config.depths
-        ]
-        samples = [
-            {**asdict(score.case), "generated": score.generated, "correct": score.correct} for score in self.scores
-        ]
-        return {"cells": cells, "score": self.percent(), "samples": samples}
-
-
 def split_sentences(text: str) -> list[str]:
     """Sentences that join to `text` again: `"A b. C?\\nD" -> ["A b.", " C?\\n", "D"]`.
 
@@ -119,36 +73,48 @@ def split_sentences(text: str) -> list[str]:
     return [part for piece in pieces for part in (cut.findall(piece) if len(piece) > size else [piece]) if part]
 
 
-class PromptBuilder:
-    """Builds prompts in the model's own tokens.
+class Niah(Generative):
+    """The questions of a run, by id: niah/LENGTH/DEPTH/NUMBER, in the model's own tokens.
 
     tokenizer: anything with `encode(texts) -> ids of each`, `decode(ids)` and `first` (BOS id or None)
     documents: haystack text, repeated when it is shorter than a prompt; None takes built-in noise sentences
     """
 
-    def __init__(self, tokenizer, config: NiahConfig, documents: tuple[str, ...] | None = None):
-        self.tokenizer, self.config = tokenizer, config
+    name = "niah"
+
+    def __init__(self, config: NiahConfig, tokenizer, documents: tuple[str, ...] | None = None):
+        self.tokenizer, self.config, self.form = tokenizer, config, Format(tokenizer, chat=config.chat)
         sentences = list(NOISE) if documents is None else split_sentences("\n\n".join(documents))
         self.text = "".join(sentences)
         self.sentences = [ids for ids in tokenizer.encode(sentences) if ids]
         if not self.sentences:
             raise UserError("the haystack has no tokens; give a text that is not empty")
-        self.opening = ([] if tokenizer.first is None else [tokenizer.first]) + tokenizer.encode([INSTRUCTION])[0]
+        self.opening = self.form.before + tokenizer.encode([INSTRUCTION])[0]
+
+    def ids(self) -> list[str]:
+        """Of all questions, in the order in which they are asked."""
+        config = self.config
+        cells = ((length, depth) for length in config.lengths for depth in config.depths)
+        return [f"{self.name}/{length}/{depth:g}/{i}" for length, depth in cells for i in range(config.samples)]
 
     def check(self) -> None:
         """UserError, before any model is loaded, if the shortest length cannot hold its prompts."""
-        for depth in self.config.depths:
-            for sample in range(self.config.samples):
-                self.build(min(self.config.lengths), depth, sample)
+        shortest = min(self.config.lengths)
+        for name in self.ids():
+            if int(name.split("/")[1]) == shortest:
+                self.build(name)
 
-    def build(self, length: int, depth: float, sample: int) -> tuple[NiahCase, list[int]]:
-        """A case and its prompt's token ids; coordinates and seed decide them, whatever else a run asks for.
+    def build(self, name: str) -> Question:
+        """Coordinates and seed decide a question, whatever else a run asks for. `needle_begin` is the prompt position
+        of the needle's first token.
 
-        Raises UserError when `length` cannot hold the template, one sentence and the generation budget.
+        Raises UserError when its length cannot hold the template, one sentence and the generation budget.
         """
+        _, length, depth, sample = name.split("/")
+        length, depth = int(length), float(depth)
         rng = random.Random(f"{self.config.seed} {length} {depth:g} {sample}")
         city, answer = rng.choice(CITIES), self._draw_answer(rng)
-        needle, question = self.tokenizer.encode([NEEDLE.format(city=city, answer=answer), QUESTION.format(city=city)])
+        needle, question = self.tokenizer.encode([NEEDLE.format(city=city, answer=answer)])[0], self._closing(city)
         room = length - len(self.opening) - len(needle) - len(question) - self.config.max_new_tokens
         hay = self._fill(room, start=rng.randrange(len(self.sentences)))
         if not hay:
@@ -161,17 +127,22 @@ class PromptBuilder:
         border = _nearest(ends, depth / 100 * ends[-1])
         before = [token for sentence in hay[:border] for token in sentence]
         after = [token for sentence in hay[border:] for token in sentence]
-        token_ids = self.opening + before + needle + after + question
-        case = NiahCase(
-            length=length,
-            depth=depth,
-            sample=sample,
-            city=city,
-            answer=answer,
-            prompt_tokens=len(token_ids),
-            needle_begin=len(self.opening) + len(before),
-        )
-        return case, token_ids
+        about = {
+            "length": length,
+            "depth": depth,
+            "sample": int(sample),
+            "city": city,
+            "needle_begin": len(self.opening) + len(before),
+        }
+        prompt = self.opening + before + needle + after + question
+        return Question(name, prompt, self.config.max_new_tokens, [answer], "number", about)
+
+    def _closing(self, city: str) -> list[int]:
+        question, answer = QUESTION.format(city=city), ANSWER.format(city=city)
+        if not self.config.chat:
+            return self.tokenizer.encode([question + answer])[0]
+        asked, begun = self.tokenizer.encode([question, answer.removeprefix("Answer: ")])
+        return [*asked, *self.form.after, *begun]
 
     def _draw_answer(self, rng: random.Random) -> str:
         """Seven digits that the haystack does not hold and that fit the generation budget."""
@@ -199,31 +170,3 @@ def _nearest(ends: list[int], target: float) -> int:
     """Index of the border closest to `target` tokens; ends is increasing and starts with 0."""
     above = bisect_left(ends, target)
     return above if above == 0 or ends[above] - target < target - ends[above - 1] else above - 1
-
-
-def is_correct(generated: str, answer: str) -> bool:
-    """The number appears in the generated text, not as part of a longer number."""
-    return re.search(rf"(?<!\d){answer}(?!\d)", generated) is not None
-
-
-def run_niah(engine, builder: PromptBuilder, *, progress=None) -> NiahResult:
-    """Ask every cell `samples` times; `progress(score)` is called after each answer.
-
-    Raises ValueError if the engine returns more tokens than asked, since those could be the prompt itself.
-    """
-    config, scores = builder.config, []
-    for length in config.lengths:
-        for depth in config.depths:
-            for sample in range(config.samples):
-                case, token_ids = builder.build(length, depth, sample)
-                (generated,) = engine.generate([token_ids], config.max_new_tokens)
-                if len(generated) > config.max_new_tokens:
-                    raise ValueError(
-                        f"engine returned {len(generated)} tokens, at most {config.max_new_tokens} were asked for; "
-                        "it must return new tokens only"
-                    )
-                text = builder.tokenizer.decode(generated)
-                scores.append(NiahScore(case, text, is_correct(text, case.answer)))
-                if progress is not None:
-                    progress(scores[-1])
-    return NiahResult(config=config, scores=tuple(scores))

@@ -154,14 +154,45 @@ def cut_sequences(stream: torch.Tensor, length: int, samples: int, first: int | 
     return rows if first is None else torch.cat([rows.new_full((samples, 1), first), rows], dim=1)
 
 
-def run_perplexity(engine, token_ids: torch.Tensor, config: PerplexityConfig) -> LengthPerplexity:
-    """Score sequences of one length: [samples, length] int64 -> totals and buckets, weighted by token."""
-    length = token_ids.shape[1]
-    nll = torch.stack([position_nll(engine, row, config) for row in token_ids]).double()  # [samples, length - 1]
-    buckets = tuple(_bucket(nll, begin, end) for begin, end in bucket_edges(length))
-    return LengthPerplexity(length=length, total=_bucket(nll, 1, length), buckets=buckets)
+class Perplexity:
+    """The sequences of a run, by id: perplexity/LENGTH/NUMBER. A record has the sums of its buckets."""
+
+    name = "perplexity"
+
+    def __init__(self, config: PerplexityConfig, stream: torch.Tensor, first: int | None):
+        self.config = config
+        self.inputs = {length: cut_sequences(stream, length, config.samples, first) for length in config.lengths}
+
+    def ids(self) -> list[str]:
+        """Of all sequences, in the order in which they are read."""
+        return [f"{self.name}/{length}/{i}" for length in self.config.lengths for i in range(self.config.samples)]
+
+    def answers(self, engine, ids: list[str]) -> list[dict]:
+        """Read some sequences."""
+        return [self._read(engine, name) for name in ids]
+
+    def _read(self, engine, name: str) -> dict:
+        length, sample = map(int, name.split("/")[1:])
+        nll = position_nll(engine, self.inputs[length][sample], self.config).double()  # [length - 1]
+        buckets = [_bucket(nll, begin, end) for begin, end in bucket_edges(length)]
+        return {"id": name, "length": length, "sample": sample, "buckets": [vars(bucket) for bucket in buckets]}
+
+
+def summed(records: list[dict]) -> list[LengthPerplexity]:
+    """Records of several sequences, by length: totals and buckets, weighted by token."""
+    found = []
+    for length in dict.fromkeys(record["length"] for record in records):
+        rows = [[Bucket(**bucket) for bucket in record["buckets"]] for record in records if record["length"] == length]
+        buckets = tuple(_sum(same, same[0].begin, same[0].end) for same in zip(*rows, strict=True))
+        found.append(LengthPerplexity(length=length, total=_sum(buckets, 1, length), buckets=buckets))
+    return found
+
+
+def _sum(buckets, begin: int, end: int) -> Bucket:
+    tokens, nll_sum = sum(bucket.tokens for bucket in buckets), sum(bucket.nll_sum for bucket in buckets)
+    return Bucket(begin=begin, end=end, tokens=tokens, nll_sum=nll_sum)
 
 
 def _bucket(nll: torch.Tensor, begin: int, end: int) -> Bucket:
-    scored = nll[:, begin - 1 : end - 1]  # column i scores position i + 1
+    scored = nll[begin - 1 : end - 1]  # entry i scores position i + 1
     return Bucket(begin=begin, end=end, tokens=scored.numel(), nll_sum=float(scored.sum()))

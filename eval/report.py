@@ -1,12 +1,16 @@
-"""What a run was and what it found: a manifest, one results file, tables that show every cell.
+"""What a run was and what it found: a manifest, results of every suite, tables that show every cell.
 
-results.json = {"manifest": {...}, "niah": {...}, "perplexity": [...]}; the manifest is enough to run the same again.
-A mean is printed only under the cells it is the mean of.
+    results.json    {"manifest": {...}, "niah": {...}, "ruler": {...}, "perplexity": [...]}
+    scores.csv      suite,task,length,depth,samples,score,standard_error     a cell a row, scores in percent
+
+The manifest is enough to run the same again. A mean is printed only under the cells it is the mean of.
 """
 
+import csv
 import hashlib
 import json
 import os
+import statistics
 from pathlib import Path
 
 import torch
@@ -14,8 +18,8 @@ import transformers
 
 import mtraining_nns
 from mtraining_nns.errors import UserError
-from mtraining_nns.eval.niah import NiahResult
 from mtraining_nns.eval.perplexity import LengthPerplexity
+from mtraining_nns.tables import align
 
 FORMAT = 1
 
@@ -69,14 +73,63 @@ def write_results(folder: Path, results: dict) -> Path:
     return path
 
 
-def niah_table(result: NiahResult) -> str:
+def cells(records: list[dict], *keys: str) -> list[dict]:
+    """Scores of the records that agree in some keys: the keys, samples, score and its standard error in percent."""
+    groups: dict[tuple, list[float]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(100.0 * record["score"])
+    return [
+        {**dict(zip(keys, values)), "samples": len(scores), "score": _mean(scores), "standard_error": _error(scores)}
+        for values, scores in groups.items()
+    ]
+
+
+def niah_result(records: list[dict]) -> dict:
+    """Of results.json."""
+    return {"cells": cells(records, "length", "depth"), "score": _mean([100.0 * record["score"] for record in records])}
+
+
+def niah_table(records: list[dict]) -> str:
     """Depth x length grid of scores in percent, with the mean of each column below it."""
-    lengths = result.config.lengths
+    lengths = list(dict.fromkeys(record["length"] for record in records))
+    grid = {(cell["length"], cell["depth"]): cell for cell in cells(records, "length", "depth")}
     rows = [["depth \\ length", *map(str, lengths)]]
-    for depth in result.config.depths:
-        rows.append([f"{depth:g} %", *(f"{result.percent(length, depth):.1f}" for length in lengths)])
-    rows.append(["all depths", *(f"{result.percent(length):.1f}" for length in lengths)])
-    return f"niah, score in percent, {result.config.samples} per cell\n{_align(rows)}"
+    for depth in dict.fromkeys(record["depth"] for record in records):
+        rows.append([f"{depth:g} %", *(f"{grid[length, depth]['score']:.1f}" for length in lengths)])
+    rows.append(["all depths", *(f"{cell['score']:.1f}" for cell in cells(records, "length"))])
+    return f"niah, score in percent, {next(iter(grid.values()))['samples']} per cell\n{align(rows)}"
+
+
+def ruler_result(records: list[dict], not_run: dict[str, str]) -> dict:
+    """Of results.json."""
+    return {"cells": cells(records, "task", "length"), "not_run": not_run}
+
+
+def ruler_table(records: list[dict], not_run: dict[str, str]) -> str:
+    """Task x length grid of scores in percent with their standard errors, then what was not run and why."""
+    lengths = list(dict.fromkeys(record["length"] for record in records))
+    grid = {(cell["task"], cell["length"]): cell for cell in cells(records, "task", "length")}
+    rows = [["task \\ length", *map(str, lengths)]]
+    for task in dict.fromkeys(record["task"] for record in records):
+        found = (grid[task, length] for length in lengths)
+        rows.append([task, *(f"{cell['score']:.1f} +- {cell['standard_error']:.1f}" for cell in found)])
+    if records:
+        of_tasks = [[cell["score"] for (_, at), cell in grid.items() if at == length] for length in lengths]
+        rows.append(["mean of the tasks above", *(f"{_mean(scores):.1f}" for scores in of_tasks)])
+    missing = "".join(f"\nnot run: {task}, {why}" for task, why in not_run.items())
+    samples = next(iter(grid.values()))["samples"] if records else 0
+    return f"ruler, score in percent +- standard error, {samples} per cell\n{align(rows)}{missing}"
+
+
+def write_csv(folder: Path, found: dict[str, list[dict]]) -> Path:
+    """scores.csv of all suites with scores; found: cells by suite."""
+    path = folder / "scores.csv"
+    columns = ("suite", "task", "length", "depth", "samples", "score", "standard_error")
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, restval="")
+        writer.writeheader()
+        writer.writerows({"suite": suite, **cell} for suite, some in found.items() for cell in some)
+    return path
 
 
 def perplexity_table(results: list[LengthPerplexity]) -> str:
@@ -88,9 +141,13 @@ def perplexity_table(results: list[LengthPerplexity]) -> str:
         rows.append([f"from {bucket.begin}", *("-" if b is None else f"{b.perplexity:.3f}" for b in found)])
     rows.append(["all positions", *(f"{result.total.perplexity:.3f}" for result in results)])
     rows.append(["tokens scored", *(str(result.total.tokens) for result in results)])
-    return f"perplexity by position\n{_align(rows)}"
+    return f"perplexity by position\n{align(rows)}"
 
 
-def _align(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _error(values: list[float]) -> float:
+    """Standard error of the mean, 0 of a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0

@@ -35,8 +35,8 @@ def main() -> None:
               "--out", data, "--overwrite")  # fmt: skip
     mtraining("train", "recipes/demo_base.yaml", "--nproc", 2)
     mtraining("train", "recipes/demo.yaml", "--nproc", 2)
-    mtraining("eval", "--model", model, "--tasks", "niah,perplexity", "--lengths", "1k,2k", "--depths", "0,50,100",
-              "--attention", "mtraining", "--data", data / "heldout", "--out", RUN / "eval")  # fmt: skip
+    mtraining("eval", "--model", model, "--suite", "niah,perplexity", "--lengths", "1k,2k", "--depths", "0,50,100",
+              "--attention", "mtraining", "--text", data / "heldout", "--out", RUN / "eval")  # fmt: skip
     print(table(model), flush=True)
 
 

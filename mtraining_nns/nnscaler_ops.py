@@ -102,14 +102,22 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
 
 
 def ordered(
-    position_ids: torch.Tensor, settings: str, seq_len: int, process_group: tuple[int, ...] | None = None
+    position_ids: torch.Tensor,
+    settings: str,
+    seq_len: int,
+    process_group: tuple[int, ...] | None = None,
+    whole: bool = False,
 ) -> torch.Tensor:
-    """position_ids [B, S] as they came, once it is sure that this rank's tokens are in the order of its ring."""
+    """position_ids [B, S] as they came, once it is sure that this rank's tokens are in the order of its ring.
+
+    whole: they are those of all ranks, one after another; written by generated code.
+    """
     global _checks_left
     if _checks_left > 0:
         _checks_left -= 1
         operator = _operator(settings, process_group, position_ids.device.type)
-        expected = operator.layout(seq_len).positions(operator.ring.rank, position_ids.device).clamp_max(seq_len - 1)
+        ranks, layout = range(operator.ring.world) if whole else (operator.ring.rank,), operator.layout(seq_len)
+        expected = torch.cat([layout.positions(rank, position_ids.device) for rank in ranks]).clamp_max(seq_len - 1)
         found = position_ids.clamp_max(seq_len - 1)  # padding may have any later position, or the last real one
         if found.shape[1] != len(expected) or not bool((found == expected).all()):
             raise RuntimeError(
@@ -146,18 +154,33 @@ def _attention_shapes(q, k, v, *args, **kwargs) -> str:
 
 def _with_ring(node, args, kwargs, runtime_devid: int, plan_ndevs: int, runtime_ndevs: int) -> str:
     """The call in generated code, with the ranks of the ring."""
-    part = node.inputs()[0]
-    cut = [dim for dim, (mine, whole) in enumerate(zip(part.shape, part.parent.shape)) if mine != whole]
-    name = node.signature.rpartition(".")[2]
+    cut, name = _cut(node), node.signature.rpartition(".")[2]
     if cut != ([1] if plan_ndevs > 1 else []):
         found = f"cut along dims {cut}" if cut else "replicated"
         raise RuntimeError(
             f"nnscaler_ops.{name} is {found} over {plan_ndevs} GPUs, expected its tokens (dim 1) to be cut; use the"
             f" policy mtraining_nns.policy.context_parallel or constrain this operator; from {node.comment}"
         )
+    return _call(node, args, kwargs, runtime_devid, plan_ndevs)
+
+
+def _with_order(node, args, kwargs, runtime_devid: int, plan_ndevs: int, runtime_ndevs: int) -> str:
+    """Likewise, but it may also see the whole sequence."""
+    if plan_ndevs > 1 and not _cut(node):
+        return _call(node, args, kwargs | {"whole": True}, runtime_devid, plan_ndevs)
+    return _with_ring(node, args, kwargs, runtime_devid, plan_ndevs, runtime_ndevs)
+
+
+def _call(node, args, kwargs, runtime_devid: int, plan_ndevs: int) -> str:
     first = runtime_devid // plan_ndevs * plan_ndevs
-    named = {**kwargs, "process_group": tuple(range(first, first + plan_ndevs))}
+    named = kwargs | {"process_group": tuple(range(first, first + plan_ndevs))}
     return f"{node.signature}({', '.join([*args, *(f'{key}={value}' for key, value in named.items())])})"
+
+
+def _cut(node) -> list[int]:
+    """Along which dims the first input is cut."""
+    part = node.inputs()[0]
+    return [dim for dim, (mine, whole) in enumerate(zip(part.shape, part.parent.shape)) if mine != whole]
 
 
 def _queries(node) -> list[torch.Tensor]:
@@ -175,11 +198,11 @@ def _loss_traced(hidden, weight, labels):
     return hidden.sum(dtype=torch.float32)
 
 
-def _ordered_traced(position_ids, settings, seq_len, process_group=None):
+def _ordered_traced(position_ids, settings, seq_len, process_group=None, whole=False):
     return position_ids.clone()
 
 
 nnscaler_meta.keep_types()
 register_op(_attention_shapes, emit_fn=_with_ring, input_gen_fn=_queries, fake_fn=_attention_traced)(attention)
 register_op("b+ l+ e^, v^ e^, b+ l+ -> 1", fake_fn=_loss_traced)(linear_cross_entropy)
-register_op("b l -> b l", emit_fn=_with_ring, fake_fn=_ordered_traced)(ordered)
+register_op("b l -> b l", emit_fn=_with_order, fake_fn=_ordered_traced)(ordered)

@@ -11,8 +11,10 @@ from mtraining_nns.data.prepare import PrepareConfig, prepare
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval import report
 from mtraining_nns.eval.huggingface import TextTokenizer
-from mtraining_nns.eval.niah import NOISE, NiahConfig, PromptBuilder, is_correct, run_niah, split_sentences
-from mtraining_nns.eval.perplexity import PerplexityConfig, cut_sequences, position_nll, run_perplexity, spans
+from mtraining_nns.eval.niah import NOISE, Niah, NiahConfig, split_sentences
+from mtraining_nns.eval.perplexity import Perplexity, PerplexityConfig, cut_sequences, position_nll, spans, summed
+from mtraining_nns.eval.runner import Records, run
+from mtraining_nns.eval.scoring import all_of, any_of, number
 from mtraining_nns.eval.text import read_source
 
 STORY = "It rained. Nobody came! Why?\nThe road was long, and the lamp was dim. Then it stopped.\n\nA new day began. "
@@ -55,15 +57,19 @@ class Counter:
         return torch.where(token_ids[1:] == 7, 100.0, 1.0)
 
 
+def records_of(engine, suite) -> list[dict]:
+    engine.batch_size = getattr(engine, "batch_size", 1)
+    return run([suite], engine, Records(None, {}))[suite.name]
+
+
 def test_planted_answers_score_100_and_the_prompt_scores_nothing(tokenizer):
     config = NiahConfig(lengths=(600, 1000), depths=(0, 50, 100), samples=2)
-    builder = PromptBuilder(tokenizer, config)
-    result = run_niah(Oracle(tokenizer), builder)
-    assert len(result.scores) == 12
-    assert result.percent() == 100
-    assert run_niah(Echo(0, config.max_new_tokens), builder).percent() == 0
+    suite = Niah(config, tokenizer)
+    records = records_of(Oracle(tokenizer), suite)
+    assert len(records) == 12 and all(record["score"] == 1 for record in records)
+    assert not any(record["score"] for record in records_of(Echo(0, config.max_new_tokens), suite))
     with pytest.raises(ValueError, match="new tokens only"):
-        run_niah(Echo(0, None), builder)
+        records_of(Echo(0, None), suite)
 
 
 def test_each_cell_has_its_own_score(tokenizer):
@@ -71,10 +77,10 @@ def test_each_cell_has_its_own_score(tokenizer):
         def generate(self, prompts, max_new_tokens):
             return super().generate(prompts, max_new_tokens) if len(prompts[0]) < 700 else [[]]
 
-    result = run_niah(OnlyShort(tokenizer), PromptBuilder(tokenizer, NiahConfig(lengths=(600, 1000), depths=(0, 100))))
-    cells = {(cell["length"], cell["depth"]): cell["score"] for cell in result.as_dict()["cells"]}
+    records = records_of(OnlyShort(tokenizer), Niah(NiahConfig(lengths=(600, 1000), depths=(0, 100)), tokenizer))
+    cells = {(cell["length"], cell["depth"]): cell["score"] for cell in report.niah_result(records)["cells"]}
     assert cells == {(600, 0): 100, (600, 100): 100, (1000, 0): 0, (1000, 100): 0}
-    table = report.niah_table(result)
+    table = report.niah_table(records)
     assert table.count("100.0") == 3 and table.splitlines()[2].split() == ["0", "%", "100.0", "0.0"]
 
 
@@ -84,26 +90,27 @@ def test_each_cell_has_its_own_score(tokenizer):
 def test_prompts_fill_their_length_with_the_needle_at_its_depth(length, documents, bos):
     tokenizer = TextTokenizer(byte_tokenizer(bos=bos))
     config = NiahConfig(lengths=(length,), depths=(0, 30, 100))
-    builder = PromptBuilder(tokenizer, config, documents)
-    longest = max(map(len, builder.sentences))
-    for depth in config.depths:
-        case, ids = builder.build(length, depth, 0)
-        text = tokenizer.decode(ids)
-        needle = f" The magic number of {case.city} is {case.answer}."
+    suite = Niah(config, tokenizer, documents)
+    longest = max(map(len, suite.sentences))
+    for depth, name in zip(config.depths, suite.ids(), strict=True):
+        question = suite.build(name)
+        ids, city, begin = question.prompt, question.about["city"], question.about["needle_begin"]
+        text, (answer,) = tokenizer.decode(ids), question.references
+        needle = f" The magic number of {city} is {answer}."
         assert length - longest < len(ids) + config.max_new_tokens <= length
-        assert case.prompt_tokens == len(ids)
-        assert text.count(case.answer) == 1
-        assert tokenizer.decode(ids[case.needle_begin :]).startswith(needle)
-        assert text.endswith(f"The magic number of {case.city} in the text is")
+        assert text.count(answer) == 1 and question.about["depth"] == depth
+        assert tokenizer.decode(ids[begin:]).startswith(needle)
+        assert text.endswith(f"The magic number of {city} in the text is")
         assert (ids[0] == tokenizer.first) if bos else tokenizer.first is None
-        before = case.needle_begin - len(builder.opening)
-        after = len(ids) - case.needle_begin - len(needle) - text[::-1].index("\n\n") - 2
+        before = begin - len(suite.opening)
+        after = len(ids) - begin - len(needle) - text[::-1].index("\n\n") - 2
         assert abs(before - depth / 100 * (before + after)) <= longest / 2
 
 
 def test_a_prompt_depends_on_its_coordinates_and_the_seed_alone(tokenizer):
     def build(seed, lengths, depths):
-        return PromptBuilder(tokenizer, NiahConfig(lengths=lengths, depths=depths, seed=seed)).build(600, 50, 1)
+        config = NiahConfig(lengths=lengths, depths=depths, seed=seed, samples=2)
+        return Niah(config, tokenizer).build("niah/600/50/1")
 
     assert build(1, (600,), (50,)) == build(1, (1000, 600), (0, 50.0))
     assert build(1, (600,), (50,)) != build(2, (600,), (50,))
@@ -112,20 +119,20 @@ def test_a_prompt_depends_on_its_coordinates_and_the_seed_alone(tokenizer):
 def test_a_length_below_the_template_is_an_error(tokenizer):
     for length in (1, 100, 349):
         with pytest.raises(UserError, match=f"length {length} cannot hold the template.*use at least"):
-            PromptBuilder(tokenizer, NiahConfig(lengths=(2000, length))).check()
+            Niah(NiahConfig(lengths=(2000, length)), tokenizer).check()
     shortest = int(re.search(r"at least (\d+)", str(pytest.raises(UserError, _build, tokenizer, 100).value))[1])
     _build(tokenizer, shortest)
     with pytest.raises(UserError, match="max_new_tokens=3 cannot hold"):
-        PromptBuilder(tokenizer, NiahConfig(lengths=(2000,), max_new_tokens=3)).check()
+        Niah(NiahConfig(lengths=(2000,), max_new_tokens=3), tokenizer).check()
 
 
 def _build(tokenizer, length):
-    return PromptBuilder(tokenizer, NiahConfig(lengths=(length,), depths=(50,))).build(length, 50, 0)
+    return Niah(NiahConfig(lengths=(length,), depths=(50,)), tokenizer).build(f"niah/{length}/50/0")
 
 
 def test_half_a_million_tokens(tokenizer):
-    _, ids = _build(tokenizer, 524288)
-    assert 524288 - max(map(len, NOISE)) < len(ids) + 32 <= 524288
+    prompt = _build(tokenizer, 524288).prompt
+    assert 524288 - max(map(len, NOISE)) < len(prompt) + 32 <= 524288
 
 
 def test_sentences_join_to_their_text():
@@ -136,8 +143,15 @@ def test_sentences_join_to_their_text():
 
 
 def test_a_longer_number_is_not_the_answer():
-    assert is_correct("it is 1234567.", "1234567")
-    assert not is_correct("it is 12345678", "1234567") and not is_correct("", "1234567")
+    assert number("it is 1234567.", ["1234567"]) == 1
+    assert number("it is 12345678", ["1234567"]) == number("", ["1234567"]) == 0
+
+
+def test_metrics_count_what_an_answer_holds():
+    """Case and control characters do not count; `all` gives shares, `any` takes the best reference."""
+    assert all_of("Oslo,\x00 RIGA and 17", ["oslo", "riga", "18", "19"]) == 0.5
+    assert all_of("", ["a"]) == any_of("nothing", ["oslo", "riga"]) == 0
+    assert any_of("It was in Riga.", ["oslo", "riga"]) == 1
 
 
 @pytest.mark.parametrize(("length", "window", "stride"), ((1000, 256, 64), (1000, 256, 255), (14, 8, 3), (257, 256, 1)))
@@ -160,9 +174,10 @@ def test_a_window_that_covers_the_sequence_is_a_single_pass():
 
 
 def test_means_are_weighted_by_token():
-    ids = torch.full((2, 1000), 7)
-    ids[:, 256:] = 1
-    result = run_perplexity(Counter(), ids, PerplexityConfig(lengths=(1000,), samples=2))
+    stream = torch.full((2, 1000), 7)
+    stream[:, 256:] = 1
+    suite = Perplexity(PerplexityConfig(lengths=(1000,), samples=2), stream.flatten(), None)
+    (result,) = summed(records_of(Counter(), suite))
     assert [(b.begin, b.end, b.tokens, b.nll) for b in result.buckets] == [
         (1, 256, 510, 100.0),
         (256, 512, 512, 1.0),
@@ -171,6 +186,49 @@ def test_means_are_weighted_by_token():
     assert result.total.tokens == 1998 and result.total.nll == (510 * 100 + 1488) / 1998
     table = report.perplexity_table([result])
     assert len(table.splitlines()) == 2 + 3 + 2 and "1998" in table
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [0, 3, 7])
+@pytest.mark.parametrize("torn", [b"", b'{"id": "niah/600/50/1", "sco'])
+def test_a_run_that_was_killed_ends_with_the_same_files(tokenizer, tmp_path, after, torn):
+    """A kill leaves whole lines, and perhaps one that is cut in two."""
+    suite, manifest = Niah(NiahConfig(lengths=(600,), depths=(0, 50), samples=4), tokenizer), {"seed": 0}
+
+    class Dying(Oracle):
+        batch_size, left = 1, after
+
+        def generate(self, prompts, max_new_tokens):
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return super().generate(prompts, max_new_tokens)
+
+    for folder, engine in (("straight", Dying(tokenizer)), ("killed", Dying(tokenizer))):
+        (tmp_path / folder).mkdir()
+        engine.left = -1 if folder == "straight" else after
+        records = Records(tmp_path / folder, manifest)
+        try:
+            run([suite], engine, records)
+        except Killed:
+            assert folder == "killed"
+        records.close()
+    path = tmp_path / "killed" / "records.jsonl"
+    with path.open("ab") as stream:
+        stream.write(torn)
+    again = Dying(tokenizer)
+    again.left = 8 - after  # what is there is not asked again
+    records = Records(tmp_path / "killed", manifest)
+    found = run([suite], again, records)["niah"]
+    records.close()
+    for name in ("manifest.json", "records.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+    assert [record["id"] for record in found] == suite.ids()
+    with pytest.raises(UserError, match="another run, which differs in seed; give another --out"):
+        Records(tmp_path / "killed", {"seed": 1})
 
 
 def test_what_perplexity_refuses():

@@ -185,9 +185,9 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys, attention):
     text.write_text("The road was long. Nobody came. " * 200)
     out = tmp_path / "out"
     words = (
-        f"eval --model {folder} --tasks niah,perplexity --lengths 512,1k --depths 0,100 --max-new-tokens 8 --device cpu"
+        f"eval --model {folder} --suite niah,perplexity --lengths 512,1k --depths 0,100 --max-new-tokens 8 --device cpu"
     )
-    words += f" --attention {attention} --data {text} --window 600 --stride 300 --out {out}"
+    words += f" --attention {attention} --text {text} --window 600 --stride 300 --out {out}"
     assert cli.main(words.split()) == 0
     printed = capsys.readouterr().out
     assert "all depths" in printed and "all positions" in printed
@@ -199,6 +199,11 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys, attention):
         (1024, 100),
     ]
     assert [entry["tokens"] for entry in results["perplexity"]] == [511, 1023]
+    assert len((out / "records.jsonl").read_text().splitlines()) == 4 + 2
+    assert (out / "scores.csv").read_text().splitlines()[1].startswith("niah,,512,0.0,1,")
+    capsys.readouterr()
+    assert cli.main(words.split()) == 0  # nothing is asked again
+    assert json.loads((out / "results.json").read_text()) == results and capsys.readouterr().out == printed
     manifest = results["manifest"]
     assert manifest["attention"] == attention
     assert (manifest["attention_config"] or {}).get("k_v") == (8 if attention == "mtraining" else None)
@@ -213,15 +218,19 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys, attention):
     ("words", "message"),
     (
         ("--lengths 1k,4k", "4096 tokens exceed max_position_embeddings=2048"),
-        ("--lengths 4k --tasks perplexity", "4096 tokens exceed"),
-        ("--lengths 4k --tasks perplexity --window 1k", "needs text"),
+        ("--lengths 4k --suite perplexity", "4096 tokens exceed"),
+        ("--lengths 4k --suite perplexity --window 1k", "needs text"),
         ("--lengths 100", "niah length 100 cannot hold the template"),
         ("--lengths many", "got 'many'"),
         ("--lengths 1k --depths 101", "0..100 percent"),
-        ("--lengths 1k --tasks niah,ruler", "unknown task 'ruler'"),
+        ("--lengths 1k --suite niah,stars", "unknown suite 'stars'; --suite takes niah, ruler, perplexity"),
+        ("--lengths 1k --suite ruler --tasks vt,niah", "unknown RULER task 'niah'"),
+        ("--lengths 300 --suite ruler", "ruler niah_single_1: length 300 cannot hold"),
+        ("--lengths 2k --suite ruler --tasks qa_1 --squad none.json", "none.json cannot be read"),
+        ("--lengths 1k --prompt chat", "no chat template; use --prompt base"),
         ("--lengths 1k --attention-config p_v", "key=value"),
         ("--lengths 1k --attention-config p_v=0.5", "attention_config is for"),
-        ("--lengths 1k --data missing", "does not exist"),
+        ("--lengths 1k --text missing", "does not exist"),
         ("--lengths 1k --out /dev/null/out", "results folder /dev/null/out cannot be made"),
         ("--lengths 1k --attention mtraining", "mtraining.json does not exist"),
     ),

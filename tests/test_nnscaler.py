@@ -23,6 +23,12 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nnscaler") is None, reason="nnScaler is not importable"),
 ]
 SEQ_LEN, BATCH = 250, 2
+ROOT = Path(__file__).parents[1]
+SEARCH = {  # of nnScaler's own policy, which others do not read
+    "partition_constraints_path": str(ROOT / "recipes" / "autodist.yaml"),
+    "mem_constraint": 8,
+    "parallel_profile": False,
+}
 SETTINGS = {"dense": {"pattern": "dense", "block": 16}, "sparse": FEW}
 
 
@@ -83,6 +89,8 @@ def policy_of(name: str):
 
     from mtraining_nns import policy
 
+    if name == "autodist":
+        return name
     if name == "replicated":
         return lambda graph, cfg: (OpPlan(node) for node in get_pas_ops(graph))
     return getattr(policy, name)
@@ -108,7 +116,7 @@ def run_plan(rank: int, world: int, family: str, settings: dict, plan: int, fold
     sample = samples(config, plan, world // plan, striped=options.get("striped", True))[rank // plan]
     compute = ComputeConfig(
         plan, world, trace_strategy="cpu", use_end2end=True, constant_folding=True,
-        use_zero=options.get("zero", 0), pas_config={"recompute": options.get("recompute", False)},
+        use_zero=options.get("zero", 0), pas_config={"recompute": options.get("recompute", False), **SEARCH},
     )  # fmt: skip
     policy = policy_of(options.get("policy", "context_parallel"))
     built = parallelize(model, {"samples": sample}, policy, compute, gen_savedir=folder, reuse="override")
@@ -136,6 +144,8 @@ PLANS = [
     ("qwen2", "sparse", 2, 2, {"fields": {"tie_word_embeddings": True}}),
     ("Custom", "sparse", 2, 2, {"recompute": True}),
     ("Custom", "dense", 4, 4, {"zero": 1}),
+    ("Custom", "sparse", 2, 2, {"policy": "autodist"}),
+    ("llama", "sparse", 2, 2, {"policy": "autodist"}),
 ]
 
 
@@ -152,6 +162,7 @@ def test_a_plan_is_one_process(family, pattern, world, plan, options, tmp_path):
 
 REFUSED = [
     ("llama", {"striped": False}, "order the data by Layout.permutation of a ring of plan_ngpus ranks"),
+    ("Custom", {"striped": False, "policy": "autodist"}, "order the data by Layout.permutation"),
     ("llama", {"ring": 1}, r"no ring of ranks \(0, 1\), there are .*call nnscaler_ops.connect\(plan_ngpus\)"),
     ("llama", {"policy": "replicated"}, "is replicated over 2 GPUs, expected its tokens"),
     ("Unknown", {}, "does not know how torch.unflatten can be cut .*register_op; from .*custom_model.py"),

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +32,21 @@ def train(folder: Path, name: str, world: int, *overrides: str) -> dict:
 
 
 def start(folder: Path, name: str, world: int, *overrides: str):
-    args = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "mtraining_nns.train"]
+    line = command(folder, name, "--standalone", f"--nproc-per-node={world}", overrides=overrides)
+    return subprocess.run(line, **PIPED, env=on_cpu(), cwd=folder, timeout=400)
+
+
+PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def on_cpu() -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def command(folder: Path, name: str, *launch: str, overrides=()) -> list[str]:
     where = [f"checkpoint.dir={folder / name}", f"data.eval_path={folder / 'held_out'}"]
-    command = [sys.executable, "-m", *args, str(folder / "recipe.yaml"), *RUN, *where, *overrides]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=400)
+    train = ["-m", "mtraining_nns.train", str(folder / "recipe.yaml"), *RUN, *where, *overrides]
+    return [sys.executable, "-m", "torch.distributed.run", *launch, *train]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -82,6 +93,19 @@ def test_the_engines_agree(folder, expected, world, split):
     assert ours.keys() == theirs.keys() and ours.keys() > {"lm_head.weight"}
     for key, weight in ours.items():
         assert (weight - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
+
+
+def test_two_machines_share_a_folder(folder, expected):
+    """Two launchers that meet at an address, as on two machines; the generated code lies in the shared folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}"]
+    line = command(folder, "machines", *launch, overrides=["parallel.engine=nnscaler"])
+    started = [subprocess.Popen(line, **PIPED, env=on_cpu(), cwd=folder) for _ in range(2)]
+    said = [process.communicate(timeout=400) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert_same(json.loads((folder / "machines" / "summary.json").read_text()), expected, 1e-5)
 
 
 def test_an_earlier_step_is_exported_without_the_data(folder, expected, tmp_path):
@@ -156,12 +180,9 @@ def test_stock_nnscaler_train_runs_the_resolved_file(folder, expected):
     """The same losses, and code without processes."""
     data = [f"checkpoint.dir={folder / 'stock'}", f"data.eval_path={folder / 'held_out'}"]
     resolve = ["mtraining_nns.cli", "resolve", str(folder / "recipe.yaml"), "--nproc", "2"]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
     def call(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", *words], capture_output=True, text=True, env=env, cwd=folder, timeout=400
-        )
+        done = subprocess.run([sys.executable, "-m", *words], **PIPED, env=on_cpu(), cwd=folder, timeout=400)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         return done.stdout
 

@@ -1,16 +1,17 @@
-"""Evaluate a HuggingFace model folder: needle in a haystack over depth x length, and perplexity by position.
+"""Evaluate a HuggingFace model folder: RULER, a needle in a haystack over depth x length, perplexity by position.
 
     mtraining eval --model runs/demo/sparse/hf --lengths 1k,2k --depths 0,50,100 --attention mtraining
-    mtraining eval --model runs/demo/sparse/hf --tasks niah,perplexity --lengths 1k,2k --data runs/demo/data --out OUT
+    mtraining eval --model MODEL --suite ruler --lengths 4k,16k --text essays/ --squad dev-v2.0.json --out OUT
+    mtraining eval --model runs/demo/sparse/hf --suite niah,perplexity --lengths 1k,2k --text runs/demo/data --out OUT
 
-Lengths take k (1024) and m (1024 x 1024) and count the prompt and what is generated. --data is a text file, a folder
-of text, or a prepared data folder, whose held-out part is read; without it the needle is hidden in built-in sentences.
-Whatever can be wrong with the request (lengths, text, attention) is found before the weights are loaded.
+Lengths take k (1024) and m (1024 x 1024) and count the prompt and what is generated. --text is a text file, a folder
+of text, or a prepared data folder, whose held-out part is read; without it needles are hidden in built-in sentences and
+RULER's tasks that need text are not run. OUT/records.jsonl keeps every answer as it comes: a run that was stopped goes
+on there. Whatever can be wrong with the request (lengths, text, attention) is found before the weights are loaded.
 """
 
 import argparse
 import re
-import sys
 
 from mtraining_nns.errors import UserError
 
@@ -20,58 +21,71 @@ BYTES_PER_TOKEN = 16  # text read for a token of the longest request; tokenizers
 
 def add_parser(subparsers) -> None:
     """Declare the verb and its arguments."""
-    parser = subparsers.add_parser("eval", help="needle in a haystack and perplexity of a model folder")
+    parser = subparsers.add_parser("eval", help="RULER, needle in a haystack and perplexity of a model folder")
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="an exported model folder")
-    add("--tasks", default="niah", metavar="LIST", help=f"of {', '.join(TASKS)} (default niah)")
+    add("--suite", default="niah", metavar="LIST", help=f"of {', '.join(SUITES)} (default niah)")
     add("--lengths", required=True, metavar="LIST", help="tokens, such as 1k,4k,128k")
+    add("--samples", type=int, metavar="N", help="of each cell (default: ruler 20, the others 1)")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts (default 0)")
+    add("--prompt", choices=("base", "chat"), default="base", help="plain text, or the tokenizer's chat template")
+    add("--tasks", metavar="LIST", help="ruler: some of its 13 tasks (default: all)")
     add("--depths", default="0,25,50,75,100", metavar="LIST", help="niah: needle depths in percent")
-    add("--samples", type=int, default=1, metavar="N", help="prompts per niah cell, sequences per perplexity length")
-    add("--seed", type=int, default=0, metavar="N", help="niah: of needles and haystacks (default 0)")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="niah: generation budget (default 32)")
     add("--window", metavar="N", help="perplexity: tokens read at once (default: the whole sequence)")
     add("--stride", metavar="N", help="perplexity: tokens scored per further window (default: half the window)")
+    add("--text", metavar="PATH", help="text to read: a file, a folder, or a prepared data folder")
+    add("--squad", metavar="FILE", help="ruler qa_1: SQuAD's JSON file, such as dev-v2.0.json")
+    add("--hotpotqa", metavar="FILE", help="ruler qa_2: HotpotQA's JSON file, such as hotpot_dev_distractor_v1.json")
     add("--attention", choices=("dense", "mtraining"), default="dense", help="dense, or as trained (default dense)")
     add("--attention-config", nargs="+", default=[], metavar="K=V", help="changes to the folder's mtraining.json")
-    add("--data", metavar="PATH", help="text to read: a file, a folder, or a prepared data folder")
-    add("--out", metavar="DIR", help="where results.json goes (default: tables only)")
+    add("--out", metavar="DIR", help="where answers and results go (default: tables only)")
     add("--device", metavar="NAME", help="cpu or cuda (default: cuda if there is one)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the dtype of the weights")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the request, load the model, run the tasks, print tables and write results."""
-    names = _tasks(args.tasks)
+    """Check the request, load the model, ask what is missing, print tables and write results."""
+    names = _suites(args.suite)
     overrides = parse_overrides(args.attention_config)
     # Imported here because torch and transformers take seconds and other verbs need none of it.
-    from mtraining_nns.eval import huggingface, report
+    from mtraining_nns.eval import huggingface, report, runner
     from mtraining_nns.eval.text import read_source
 
     limit = huggingface.context_limit(args.model)
-    configs = {name: TASKS[name].configure(args) for name in names}
+    configs = {name: SUITES[name].configure(args) for name in names}
     for name, config in configs.items():
-        huggingface.check_length(TASKS[name].reach(config), limit, args.model)
+        huggingface.check_length(SUITES[name].reach(config), limit, args.model)
     tokenizer = huggingface.load_tokenizer(args.model)
     text = None
-    if args.data is not None:
-        longest = max(max(config.lengths) * config.samples for config in configs.values())
-        text = read_source(args.data, max_bytes=BYTES_PER_TOKEN * longest)
-    tasks = [TASKS[name](config, tokenizer, text) for name, config in configs.items()]
+    if args.text is not None:
+        longest = max(max(config.lengths) * SUITES[name].sequences(config) for name, config in configs.items())
+        text = read_source(args.text, max_bytes=BYTES_PER_TOKEN * longest)
+    chosen = [SUITES[name](config, tokenizer, text, args) for name, config in configs.items()]
     out = None if args.out is None else report.make_folder(args.out)
     engine = huggingface.HuggingFaceEngine(
         args.model, attention=args.attention, attention_config=overrides or None, device=args.device, dtype=args.dtype
     )
-    results = {task.name: task.run(engine) for task in tasks}
-    manifest = report.manifest(args.model, engine.describe(), {task.name: task.settings for task in tasks})
+    manifest = report.manifest(args.model, engine.describe(), {one.suite.name: one.settings for one in chosen})
+    records = runner.Records(out, manifest)
+    try:
+        found = runner.run([one.suite for one in chosen], engine, records)
+    finally:
+        records.close()
+    results, scores = {}, {}
+    for one in chosen:
+        table, results[one.suite.name], cells = one.report(found[one.suite.name])
+        print(table)
+        if cells:
+            scores[one.suite.name] = cells
     if out is not None:
         print("results:", report.write_results(out, {"manifest": manifest, **results}))
+        report.write_csv(out, scores)
     return 0
 
 
 class Niah:
     """Needle in a haystack, ready to run."""
-
-    name = "niah"
 
     @staticmethod
     def configure(args):
@@ -80,38 +94,85 @@ class Niah:
         return NiahConfig(
             lengths=_list("--lengths", args.lengths, parse_length),
             depths=_list("--depths", args.depths, _percent),
-            samples=args.samples,
+            samples=1 if args.samples is None else args.samples,
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
+            chat=args.prompt == "chat",
         )
 
     @staticmethod
     def reach(config) -> int:
         return max(config.lengths)
 
-    def __init__(self, config, tokenizer, text):
+    @staticmethod
+    def sequences(config) -> int:
+        return 1
+
+    def __init__(self, config, tokenizer, text, args):
         from mtraining_nns.eval import niah
 
-        self.builder = niah.PromptBuilder(tokenizer, config, None if text is None else text.documents)
-        self.builder.check()
+        self.suite = niah.Niah(config, tokenizer, None if text is None else text.documents)
+        self.suite.check()
         self.settings = {
             **vars(config),
+            **self.suite.form.describe(),
             "template": niah.TEMPLATE,
             "haystack": "built-in sentences" if text is None else text.describe(),
         }
 
-    def run(self, engine) -> dict:
-        from mtraining_nns.eval import niah, report
+    def report(self, records):
+        from mtraining_nns.eval import report
 
-        result = niah.run_niah(engine, self.builder, progress=_say)
-        print(report.niah_table(result))
-        return result.as_dict()
+        result = report.niah_result(records)
+        return report.niah_table(records), result, result["cells"]
+
+
+class Ruler:
+    """RULER, ready to run."""
+
+    @staticmethod
+    def configure(args):
+        from mtraining_nns.eval.ruler import RulerConfig
+
+        return RulerConfig(
+            lengths=_list("--lengths", args.lengths, parse_length),
+            tasks=None if args.tasks is None else _list("--tasks", args.tasks, str),
+            samples=20 if args.samples is None else args.samples,
+            seed=args.seed,
+            chat=args.prompt == "chat",
+        )
+
+    @staticmethod
+    def reach(config) -> int:
+        return max(config.lengths)
+
+    @staticmethod
+    def sequences(config) -> int:
+        return 1
+
+    def __init__(self, config, tokenizer, text, args):
+        from mtraining_nns.eval import ruler
+
+        documents = None if text is None else text.documents
+        self.suite = ruler.Ruler(config, tokenizer, ruler.Sources(documents, args.squad, args.hotpotqa))
+        self.suite.check()
+        self.settings = {
+            **vars(config),
+            **self.suite.form.describe(),
+            "definition": ruler.tables(),
+            "not_run": self.suite.not_run,
+            "sources": self.suite.sources.describe() | {"text": None if text is None else text.describe()},
+        }
+
+    def report(self, records):
+        from mtraining_nns.eval import report
+
+        result = report.ruler_result(records, self.suite.not_run)
+        return report.ruler_table(records, self.suite.not_run), result, result["cells"]
 
 
 class Perplexity:
     """Perplexity by position, ready to run."""
-
-    name = "perplexity"
 
     @staticmethod
     def configure(args):
@@ -119,7 +180,7 @@ class Perplexity:
 
         return PerplexityConfig(
             lengths=_list("--lengths", args.lengths, parse_length),
-            samples=args.samples,
+            samples=1 if args.samples is None else args.samples,
             window=None if args.window is None else parse_length(args.window),
             stride=None if args.stride is None else parse_length(args.stride),
         )
@@ -128,25 +189,26 @@ class Perplexity:
     def reach(config) -> int:
         return max(map(config.reach, config.lengths))
 
-    def __init__(self, config, tokenizer, text):
-        from mtraining_nns.eval.perplexity import cut_sequences
+    @staticmethod
+    def sequences(config) -> int:
+        return config.samples
+
+    def __init__(self, config, tokenizer, text, args):
+        from mtraining_nns.eval import perplexity
 
         if text is None:
-            raise UserError("perplexity needs text; give --data a file, a folder or a prepared data folder")
-        stream = tokenizer.stream(text.documents)
-        self.config = config
-        self.inputs = [cut_sequences(stream, length, config.samples, tokenizer.first) for length in config.lengths]
+            raise UserError("perplexity needs text; give --text a file, a folder or a prepared data folder")
+        self.suite = perplexity.Perplexity(config, tokenizer.stream(text.documents), tokenizer.first)
         self.settings = {**vars(config), "text": text.describe()}
 
-    def run(self, engine) -> list[dict]:
+    def report(self, records):
         from mtraining_nns.eval import perplexity, report
 
-        results = [perplexity.run_perplexity(engine, token_ids, self.config) for token_ids in self.inputs]
-        print(report.perplexity_table(results))
-        return [result.as_dict() for result in results]
+        found = perplexity.summed(records)
+        return report.perplexity_table(found), [result.as_dict() for result in found], []
 
 
-TASKS = {task.name: task for task in (Niah, Perplexity)}
+SUITES = {"niah": Niah, "ruler": Ruler, "perplexity": Perplexity}
 
 
 def parse_length(text: str) -> int:
@@ -173,11 +235,11 @@ def parse_overrides(words: list[str]) -> dict:
     return fields
 
 
-def _tasks(text: str) -> list[str]:
-    names = _list("--tasks", text, str)
+def _suites(text: str) -> list[str]:
+    names = _list("--suite", text, str)
     for name in names:
-        if name not in TASKS:
-            raise UserError(f"unknown task {name!r}; --tasks takes {', '.join(TASKS)}")
+        if name not in SUITES:
+            raise UserError(f"unknown suite {name!r}; --suite takes {', '.join(SUITES)}")
     return list(names)
 
 
@@ -194,9 +256,3 @@ def _percent(text: str) -> float:
         return float(text)
     except ValueError as error:
         raise UserError(f"--depths takes percentages, got {text!r}; give e.g. 0,50,100") from error
-
-
-def _say(score) -> None:
-    case = score.case
-    verdict = "found" if score.correct else "missed"
-    print(f"niah length {case.length} depth {case.depth:g} % sample {case.sample}: {verdict}", file=sys.stderr)

@@ -1,0 +1,85 @@
+"""Ask an engine everything that suites ask, and keep every answer at once.
+
+    OUT/manifest.json      what was asked of what; a folder goes on only with the same
+    OUT/records.jsonl      one answer a line, in the order in which they were asked
+    OUT/results.json, scores.csv      made of the records at the end
+
+A run that was killed goes on after its last whole line, and its records are those of a run that was not.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mtraining_nns.errors import UserError
+
+MANIFEST, RECORDS = "manifest.json", "records.jsonl"
+
+
+class Records:
+    """The answers of a run, on disk if it has a folder."""
+
+    def __init__(self, folder: Path | None, manifest: dict):
+        self.folder, self.found, self.stream = folder, {}, None
+        if folder is None:
+            return
+        self._claim(manifest)
+        path = folder / RECORDS
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
+        for line in whole.splitlines():
+            record = json.loads(line)
+            self.found[record["id"]] = record
+        self.stream = path.open("ab")
+        self.stream.truncate(len(whole) + bool(whole))  # what a kill has cut in two is asked again
+
+    def add(self, record: dict) -> None:
+        """Keep a record."""
+        self.found[record["id"]] = record
+        if self.stream is not None:
+            self.stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self.stream.flush()
+
+    def close(self) -> None:
+        """Nothing follows."""
+        if self.stream is not None:
+            self.stream.close()
+
+    def _claim(self, manifest: dict) -> None:
+        path, manifest = self.folder / MANIFEST, json.loads(json.dumps(manifest))
+        if not path.is_file():
+            temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
+            temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before != manifest:
+            key = _difference(before, manifest)
+            raise UserError(
+                f"{self.folder} holds answers of another run, which differs in {key}; give another --out, or remove it"
+            )
+
+
+def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:
+    """Records of every suite by its name, in order; those that are there already are not asked again."""
+    for suite in suites:
+        ids = suite.ids()
+        pending = [name for name in ids if name not in records.found]
+        with tqdm(total=len(ids), initial=len(ids) - len(pending), desc=suite.name, disable=None) as bar:
+            for first in range(0, len(pending), engine.batch_size):
+                for record in suite.answers(engine, pending[first : first + engine.batch_size]):
+                    records.add(record)
+                    bar.update()
+    return {suite.name: [records.found[name] for name in suite.ids()] for suite in suites}
+
+
+def _difference(before: dict, now: dict, path: str = "") -> str:
+    """The first key whose value is another one."""
+    for key in sorted(before.keys() | now.keys()):
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict) and a != b:
+            return _difference(a, b, f"{path}{key}.")
+        if a != b:
+            return f"{path}{key}"
+    return path

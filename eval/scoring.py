@@ -1,0 +1,36 @@
+"""Metrics of generated answers: each compares one answer with its references and gives a share of 1.
+
+all    the share of the references that the answer holds (RULER's string match for lists of things to find)
+any    1 if the answer holds one of them (RULER's string match for questions with several right answers)
+number 1 if the answer holds the reference, a number, not as part of a longer one
+"""
+
+import re
+
+
+def cleaned(text: str) -> str:
+    """Lower case, control characters as blanks, ends trimmed."""
+    return re.sub(r"[\x00-\x1f]", " ", text).strip().lower()
+
+
+def all_of(answer: str, references: list[str]) -> float:
+    """Share of the references that occur in the answer.
+
+    >>> all_of("Two of them: 17 and Oslo.", ["17", "oslo", "91", "12"])
+    0.5
+    """
+    return sum(reference.lower() in cleaned(answer) for reference in references) / len(references)
+
+
+def any_of(answer: str, references: list[str]) -> float:
+    """1.0 if one of the references occurs in the answer."""
+    return float(any(reference.lower() in cleaned(answer) for reference in references))
+
+
+def number(answer: str, references: list[str]) -> float:
+    """1.0 if the number occurs, not as part of a longer one."""
+    (reference,) = references
+    return float(re.search(rf"(?<!\d){reference}(?!\d)", answer) is not None)
+
+
+METRICS = {"all": all_of, "any": any_of, "number": number}
