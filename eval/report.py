@@ -112,7 +112,7 @@ def ruler_table(records: list[dict], not_run: dict[str, str]) -> str:
     rows = [["task \\ length", *map(str, lengths)]]
     for task in dict.fromkeys(record["task"] for record in records):
         found = (grid[task, length] for length in lengths)
-        rows.append([task, *(f"{cell['score']:.1f} +- {cell['standard_error']:.1f}" for cell in found)])
+        rows.append([task, *map(_with_error, found)])
     if records:
         of_tasks = [[cell["score"] for (_, at), cell in grid.items() if at == length] for length in lengths]
         rows.append(["mean of the tasks above", *(f"{_mean(scores):.1f}" for scores in of_tasks)])
@@ -148,6 +148,11 @@ def _mean(values: list[float]) -> float:
     return statistics.fmean(values)
 
 
-def _error(values: list[float]) -> float:
-    """Standard error of the mean, 0 of a single value."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+def _error(values: list[float]) -> float | None:
+    """Standard error of the mean, None of a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def _with_error(cell: dict) -> str:
+    error = cell["standard_error"]
+    return f"{cell['score']:.1f}" + ("" if error is None else f" +- {error:.1f}")

@@ -53,11 +53,11 @@ class Records:
             temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             os.replace(temporary, path)
             return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if before != manifest:
-            key = _difference(before, manifest)
+        differing = differences(json.loads(path.read_text(encoding="utf-8")), manifest)
+        if differing:
             raise UserError(
-                f"{self.folder} holds answers of another run, which differs in {key}; give another --out, or remove it"
+                f"{self.folder} holds answers of another run, which differs in {', '.join(differing)}; give another"
+                " --out, or remove it"
             )
 
 
@@ -74,12 +74,13 @@ def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:
     return {suite.name: [records.found[name] for name in suite.ids()] for suite in suites}
 
 
-def _difference(before: dict, now: dict, path: str = "") -> str:
-    """The first key whose value is another one."""
+def differences(before: dict, now: dict, path: str = "") -> dict[str, tuple]:
+    """Both values of every key in which two manifests differ, nested keys joined by dots."""
+    found = {}
     for key in sorted(before.keys() | now.keys()):
         a, b = before.get(key), now.get(key)
-        if isinstance(a, dict) and isinstance(b, dict) and a != b:
-            return _difference(a, b, f"{path}{key}.")
-        if a != b:
-            return f"{path}{key}"
-    return path
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= differences(a, b, f"{path}{key}.")
+        elif a != b:
+            found[f"{path}{key}"] = a, b
+    return found

@@ -48,6 +48,7 @@ def trainer_args(recipe, path: str, *, resume: str | None = None, compile_only: 
         "run_mode": "compile" if compile_only else "run",
         "gen_savedir": os.path.join(code, _hash(compute)),
         "gen_reuse": "match",
+        "broadcast_strategy": "none",  # machines share checkpoint.dir
         "pas_policy": "mtraining_nns.policy.context_parallel",
         "init_env_fn": f"{PARTS}.join",
         "dummy_sample_gen_fn": f"{PARTS}.dummy_sample",

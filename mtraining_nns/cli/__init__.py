@@ -12,7 +12,7 @@ import sys
 from mtraining_nns import __version__, environment
 from mtraining_nns.errors import UserError
 
-VERBS = ("doctor", "prepare", "train", "export", "eval", "balance", "record", "parallelize", "resolve")
+VERBS = ("doctor", "prepare", "train", "export", "eval", "compare", "balance", "record", "parallelize", "resolve")
 
 
 def main(argv: list[str] | None = None) -> int:

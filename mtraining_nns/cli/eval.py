@@ -6,8 +6,9 @@
 
 Lengths take k (1024) and m (1024 x 1024) and count the prompt and what is generated. --text is a text file, a folder
 of text, or a prepared data folder, whose held-out part is read; without it needles are hidden in built-in sentences and
-RULER's tasks that need text are not run. OUT/records.jsonl keeps every answer as it comes: a run that was stopped goes
-on there. Whatever can be wrong with the request (lengths, text, attention) is found before the weights are loaded.
+RULER's tasks that need text are not run. OUT gets every answer as it comes (records.jsonl; a run that was stopped goes
+on there), a manifest, results.json, scores.csv and report.html; `mtraining compare` sets two such folders side by side.
+Whatever can be wrong with the request (lengths, text, attention) is found before the weights are loaded.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     names = _suites(args.suite)
     overrides = parse_overrides(args.attention_config)
     # Imported here because torch and transformers take seconds and other verbs need none of it.
-    from mtraining_nns.eval import huggingface, report, runner
+    from mtraining_nns.eval import html, huggingface, report, runner
     from mtraining_nns.eval.text import read_source
 
     limit = huggingface.context_limit(args.model)
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         print("results:", report.write_results(out, {"manifest": manifest, **results}))
         report.write_csv(out, scores)
+        print("report:", html.write(out, manifest, found, results.get("ruler", {}).get("not_run", {})))
     return 0
 
 

@@ -5,7 +5,7 @@
 
 Without GPUs and processes, to see the code that nnScaler writes:
 
-    python -m nnscaler.cli.train -f run.yaml --run_mode compile --broadcast_strategy none
+    python -m nnscaler.cli.train -f run.yaml --run_mode compile
 
 Any key of nnScaler can be given after the file, as its own pages say. `mtraining train` with parallel.engine=nnscaler
 does the same and exports the model at the end.

@@ -1,0 +1,104 @@
+"""Two evaluations of the same questions: how much one differs from the other, and how sure that is.
+
+    mtraining compare OUT_A OUT_B
+
+Questions that both answered are compared in pairs, cell by cell: each question is as hard for both, so the difference
+is known better than either score. The interval holds the mean difference with 95 %, by bootstrap over the questions of
+a cell. Of perplexity it compares losses a token, in nats, sequence by sequence.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtraining_nns.errors import UserError
+from mtraining_nns.eval.runner import MANIFEST, RECORDS, differences
+from mtraining_nns.tables import align
+
+RESAMPLES, SURE = 10_000, 95.0
+LOSS = ", loss a token"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One suite, task and length. a, b: means; difference: b - a with its interval, None of a single question."""
+
+    name: str
+    length: int
+    questions: int
+    a: float
+    b: float
+    interval: tuple[float, float] | None
+
+    @property
+    def difference(self) -> float:
+        return self.b - self.a
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """differing: what the manifests do not share; alone: questions that only one of them answered."""
+
+    cells: list[Cell]
+    differing: dict[str, tuple]
+    alone: int
+
+    def table(self) -> str:
+        """For people."""
+        rows = [["suite", "length", "questions", "A", "B", "B - A", "95 % interval"]]
+        for cell in self.cells:
+            digits = 4 if cell.name.endswith(LOSS) else 2
+            numbers = [f"{value:.{digits}f}" for value in (cell.a, cell.b)] + [f"{cell.difference:+.{digits}f}"]
+            interval = "-" if cell.interval is None else " .. ".join(f"{bound:+.{digits}f}" for bound in cell.interval)
+            rows.append([cell.name, str(cell.length), str(cell.questions), *numbers, interval])
+        lines = [f"A and B differ in {key}: {a!r}, {b!r}" for key, (a, b) in self.differing.items()]
+        alone = [f"{self.alone} questions were answered in one of them alone"] if self.alone else []
+        return "\n".join([*lines, *alone, align(rows)])
+
+
+def compare(a: str | Path, b: str | Path) -> Comparison:
+    """UserError for a folder without answers, and for two that share no question or asked it differently."""
+    (manifest_a, records_a), (manifest_b, records_b) = _read(Path(a)), _read(Path(b))
+    differing = differences(manifest_a, manifest_b)
+    asked = [key for key in differing if key.startswith("tasks.")]
+    if asked:
+        raise UserError(f"{a} and {b} asked other questions: they differ in {', '.join(asked)}; evaluate both alike")
+    both = [name for name in records_a if name in records_b]
+    if not both:
+        raise UserError(f"{a} and {b} share no question; evaluate both with the same suites and lengths")
+    groups: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for name in both:
+        one, other = records_a[name], records_b[name]
+        suite, task = name.split("/")[0], one.get("task")
+        cell = (f"{suite} {task}" if task else suite + ("" if "score" in one else LOSS), one["length"])
+        groups.setdefault(cell, []).append((_value(one), _value(other)))
+    cells = [_cell(name, length, np.array(values)) for (name, length), values in groups.items()]
+    return Comparison(cells, differing, len(records_a.keys() ^ records_b.keys()))
+
+
+def _cell(name: str, length: int, values: np.ndarray) -> Cell:
+    count, interval = len(values), None
+    if count > 1:
+        chosen = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+        means = (values[:, 1] - values[:, 0])[chosen].mean(1)
+        rest = (100 - SURE) / 2
+        interval = tuple(float(bound) for bound in np.percentile(means, [rest, 100 - rest]))
+    return Cell(name, length, count, *map(float, values.mean(0)), interval)
+
+
+def _value(record: dict) -> float:
+    """Percent, or nats a token."""
+    if "score" in record:
+        return 100.0 * record["score"]
+    return sum(part["nll_sum"] for part in record["buckets"]) / sum(part["tokens"] for part in record["buckets"])
+
+
+def _read(folder: Path) -> tuple[dict, dict[str, dict]]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} holds no evaluation ({error}); give the --out of mtraining eval") from error
+    return manifest, {record["id"]: record for record in records}

@@ -1,0 +1,86 @@
+"""One self-contained page of an evaluation: what was run, every table, the heat map of the needles, no outside file."""
+
+import html
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from mtraining_nns.eval import report
+from mtraining_nns.eval.perplexity import summed
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .25rem .7rem; text-align: right }
+th { border-bottom: 1px solid #999; font-weight: 600 } td:first-child, th:first-child { text-align: left }
+pre { background: #f5f5f5; padding: 1rem; overflow: auto; font-size: 13px }
+"""
+
+
+def write(folder: Path, manifest: dict, found: dict[str, list[dict]], not_run: dict[str, str]) -> Path:
+    """report.html of the records of each suite."""
+    parts = [f"<h1>{html.escape(manifest['model'])}</h1>", f"<p>{html.escape(_summary(manifest))}</p>"]
+    for suite, records in found.items():
+        parts.append(f"<h2>{suite}</h2>")
+        parts.append(SECTIONS[suite](records) if records else "<p>nothing was run</p>")
+        if suite == "ruler":
+            parts += [f"<p>not run: {html.escape(task)}, {html.escape(why)}</p>" for task, why in not_run.items()]
+    text = html.escape(json.dumps(manifest, indent=1, ensure_ascii=False))
+    parts.append(
+        f"<h2>manifest</h2><details><summary>all that decides the numbers</summary><pre>{text}</pre></details>"
+    )
+    path = folder / "report.html"
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8"><title>{html.escape(manifest["model"])}</title><style>{STYLE}</style>'
+    path.write_text(f"<!doctype html>\n<html>{head}\n<body>\n{body}\n</body></html>\n", encoding="utf-8")
+    return path
+
+
+def _summary(manifest: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
+    engine = f"{manifest['engine']}, attention {manifest['attention']}, {manifest['dtype']} on {manifest['device']}"
+    return f"{engine}; {versions}"
+
+
+class Score(NamedTuple):
+    """A cell in percent, red to green."""
+
+    percent: float
+
+
+def _niah(records: list[dict]) -> str:
+    """Depths down, lengths across."""
+    lengths, depths = (sorted({record[key] for record in records}) for key in ("length", "depth"))
+    grid = {(cell["length"], cell["depth"]): cell["score"] for cell in report.cells(records, "length", "depth")}
+    rows = [[f"{depth:g} %", *(Score(grid[length, depth]) for length in lengths)] for depth in depths]
+    return _table(["depth", *map(str, lengths)], rows)
+
+
+def _ruler(records: list[dict]) -> str:
+    lengths, tasks = (list(dict.fromkeys(record[key] for record in records)) for key in ("length", "task"))
+    grid = {(cell["task"], cell["length"]): cell["score"] for cell in report.cells(records, "task", "length")}
+    rows = [[task, *(Score(grid[task, length]) for length in lengths)] for task in tasks]
+    return _table(["task", *map(str, lengths)], rows)
+
+
+def _perplexity(records: list[dict]) -> str:
+    rows = [
+        [str(found.length), f"{bucket.begin} .. {bucket.end - 1}", f"{bucket.perplexity:.3f}", str(bucket.tokens)]
+        for found in summed(records)
+        for bucket in (*found.buckets, found.total)
+    ]
+    return _table(["length", "positions", "perplexity", "tokens"], rows)
+
+
+def _table(heads: list[str], rows: list[list[str | Score]]) -> str:
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
+    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table>\n<tr>{head}</tr>\n{body}\n</table>"
+
+
+def _cell(value: str | Score) -> str:
+    if isinstance(value, Score):
+        return f'<td style="background: hsl({1.2 * value.percent:.0f} 70% 80%)">{value.percent:.1f}</td>'
+    return f"<td>{html.escape(value)}</td>"
+
+
+SECTIONS = {"niah": _niah, "ruler": _ruler, "perplexity": _perplexity}

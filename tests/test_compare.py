@@ -1,0 +1,109 @@
+"""Two evaluations side by side, and the page of one: known answers, known differences."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from mtraining_nns import cli
+from mtraining_nns.errors import UserError
+from mtraining_nns.eval import html, report
+from mtraining_nns.eval.compare import compare
+from mtraining_nns.eval.runner import Records
+
+MANIFEST = {
+    "model": "models/<tiny>",
+    "engine": "huggingface",
+    "attention": "dense",
+    "dtype": "float32",
+    "device": "cpu",
+    "versions": {"torch": "2"},
+    "tasks": {"ruler": {"seed": 0}},
+}
+
+
+def evaluation(folder, scores, losses=(2.0, 3.0), **changes):
+    """A folder of answers: a RULER task of one length, and sequences of 10 tokens."""
+    folder.mkdir()
+    records = Records(folder, MANIFEST | changes)
+    for i, score in enumerate(scores):
+        records.add({"id": f"ruler/vt/4096/{i}", "task": "vt", "length": 4096, "score": score})
+    for i, loss in enumerate(losses):
+        buckets = [{"begin": 1, "end": 11, "tokens": 10, "nll_sum": 10 * loss}]
+        records.add({"id": f"perplexity/11/{i}", "length": 11, "sample": i, "buckets": buckets})
+    records.close()
+    return folder
+
+
+def test_differences_are_those_of_pairs(tmp_path):
+    """Scores that scatter, a difference that is always the same: it is known exactly."""
+    rng = np.random.default_rng(0)
+    scores = rng.random(200) / 2
+    a = evaluation(tmp_path / "a", scores)
+    b = evaluation(tmp_path / "b", scores + 0.25, losses=(2.5, 3.0), attention="mtraining")
+    found = compare(a, b)
+    vt, loss = found.cells
+    assert (vt.name, vt.length, vt.questions) == ("ruler vt", 4096, 200)
+    assert vt.a == pytest.approx(100 * scores.mean()) and vt.difference == pytest.approx(25)
+    assert vt.interval == pytest.approx((25, 25))
+    assert (loss.name, loss.a, loss.b, loss.interval) == ("perplexity, loss a token", 2.5, 2.75, (0.0, 0.5))
+    assert found.differing == {"attention": ("dense", "mtraining")} and found.alone == 0
+    table = found.table()
+    assert "A and B differ in attention: 'dense', 'mtraining'" in table and "+0.2500" in table and "+25.00" in table
+
+
+def test_the_interval_is_that_of_the_mean(tmp_path):
+    """Of 400 independent differences of known spread: about 1.96 standard errors to each side."""
+    rng = np.random.default_rng(1)
+    a = evaluation(tmp_path / "a", rng.random(400), losses=())
+    b = evaluation(tmp_path / "b", rng.random(400), losses=())
+    (cell,) = compare(a, b).cells
+    width = 1.96 * 100 * (2 / 12) ** 0.5 / 400**0.5
+    assert cell.interval[1] - cell.interval[0] == pytest.approx(2 * width, rel=0.1)
+    assert cell.interval[0] < cell.difference < cell.interval[1]
+
+
+def test_one_question_has_no_interval_and_lonely_ones_are_counted(tmp_path):
+    a = evaluation(tmp_path / "a", [1.0], losses=())
+    b = evaluation(tmp_path / "b", [0.5, 1.0, 1.0], losses=())
+    found = compare(a, b)
+    assert found.cells[0].interval is None and found.alone == 2
+    assert "2 questions were answered in one of them alone" in found.table()
+
+
+def test_what_cannot_be_compared_is_one_line(tmp_path, capsys):
+    a = evaluation(tmp_path / "a", [1.0])
+    b = evaluation(tmp_path / "b", [1.0], tasks={"ruler": {"seed": 1}})
+    with pytest.raises(UserError, match="asked other questions: they differ in tasks.ruler.seed"):
+        compare(a, b)
+    with pytest.raises(UserError, match="share no question"):
+        compare(a, evaluation(tmp_path / "c", [], losses=()))
+    assert cli.main(["compare", str(a), str(tmp_path / "none")]) == 2
+    assert "none holds no evaluation" in capsys.readouterr().err
+
+
+def test_the_page_shows_every_cell_and_needs_no_other_file(tmp_path):
+    records = {
+        "niah": [{"length": 512, "depth": depth, "score": score} for depth, score in ((0.0, 1.0), (50.0, 0.0))],
+        "ruler": [{"task": "vt", "length": 512, "score": score} for score in (0.2, 0.6)],
+        "perplexity": [
+            {"length": 11, "buckets": [{"begin": 1, "end": 11, "tokens": 10, "nll_sum": 10 * np.log(7.0)}]},
+        ],
+    }
+    page = html.write(tmp_path, MANIFEST, records, {"qa_1": "needs <squad>"}).read_text()
+    for words in ("100.0", "0.0", "40.0", "7.000", "not run: qa_1, needs &lt;squad&gt;", "models/&lt;tiny&gt;"):
+        assert words in page, words
+    assert "hsl(120 70% 80%)" in page and "hsl(0 70% 80%)" in page
+    assert not re.search(r"(src|href)=|<script|<tiny>", page)
+
+
+def test_cells_have_their_error(tmp_path):
+    records = [{"task": "vt", "length": 512, "score": score} for score in (0.0, 1.0)] + [
+        {"task": "cwe", "length": 512, "score": 0.5}
+    ]
+    vt, cwe = report.cells(records, "task", "length")
+    assert vt["score"] == 50 and vt["standard_error"] == pytest.approx(50) and cwe["standard_error"] is None
+    rows = report.write_csv(tmp_path, {"ruler": [vt, cwe]}).read_text().splitlines()
+    assert rows[1].startswith("ruler,vt,512,,2,50.0,50.0") and rows[2] == "ruler,cwe,512,,1,50.0,"
+    assert json.dumps([vt, cwe])
