@@ -107,7 +107,8 @@ class Ruler(Generative):
         _, task, length, i = name.split("/")
         settings = tables()["tasks"][task]
         rng = random.Random(f"{self.config.seed} {task} {length} {i}")
-        draft = KINDS[settings["kind"]](self, rng, settings, int(i))
+        short = settings.get("short", {"below": 0})
+        draft = KINDS[settings["kind"]](self, rng, settings | (short if int(length) < short["below"] else {}), int(i))
         budget = settings["max_new_tokens"]
         prompt = fitted(draft, self.form, int(length), budget, f"ruler {task}")
         about = {"task": task, "length": int(length), "sample": int(i), "units": prompt.units, **draft.about}
@@ -199,22 +200,20 @@ def _variables(ruler: Ruler, rng: random.Random, task: dict, i: int) -> Draft:
 def _common_words(ruler: Ruler, rng: random.Random, task: dict, i: int) -> Draft:
     """A numbered list in which `common` words occur `often`, the others `seldom`. One example comes before."""
     supply, text = _growing(words.single_words(rng)), tables()["common_words"]
-    common, seed = task["common"], rng.random()
-    shown = supply(2 * common)
+    common, example, seed = task["common"], task["example"], rng.random()
+    shown = supply(example["words"])
     question, answer = (text[part].format(count=common) for part in ("question", "answer"))
 
-    def listed(often: list[str], seldom: list[str], times: tuple[int, int]) -> str:
-        entries = often * times[0] + seldom * times[1]
+    def listed(often: list[str], seldom: list[str], times: dict) -> str:
+        entries = often * times["often"] + seldom * times["seldom"]
         random.Random(seed).shuffle(entries)
         return "\n".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
 
-    example = _example(
-        text["instruction"], listed(shown[:common], shown[common:], (3, 1)), question, answer, shown[:common]
-    )
-    often = supply(3 * common)[2 * common :]
+    begin = listed(shown[:common], shown[common:], example)
+    often, used = supply(len(shown) + common)[len(shown) :], len(shown) + common
     return Draft(
-        instruction=example + text["instruction"],
-        context=lambda count: listed(often, supply(3 * common + count)[3 * common :], (task["often"], task["seldom"])),
+        instruction=_example(text["instruction"], begin, question, answer, shown[:common]) + text["instruction"],
+        context=lambda count: listed(often, supply(used + count)[used:], task),
         question=question,
         answer=answer,
         references=often,

@@ -105,7 +105,7 @@ def test_planted_answers_score_100_half_of_them_half_and_the_prompt_nothing(toke
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("length", [2800, 4096])
+@pytest.mark.parametrize("length", [1500, 6000])
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_fill_their_length(task, length, chat, tokenizer, sources):
     """At most the length together with what is generated, and no further unit would fit."""
@@ -170,11 +170,12 @@ def test_a_chain_of_variables_is_in_order(tokenizer, sources):
     assert text[:begin].count("VAR ") == 9 and not any(name in text[:begin] for name in references)
 
 
-def test_common_words_are_common(tokenizer, sources):
-    text, references, about = text_of(suite_of(tokenizer, sources, lengths=(8192,)), "cwe")
+@pytest.mark.parametrize(("length", "often", "seldom"), [(8192, 30, 3), (3072, 6, 1)])
+def test_common_words_are_common(length, often, seldom, tokenizer, sources):
+    text, references, about = text_of(suite_of(tokenizer, sources, lengths=(length,)), "cwe")
     listed = Counter(re.findall(r"^\d+\. (\S+)$", text[text.rindex("Below is a numbered") :], re.MULTILINE))
-    assert {word for word, times in listed.items() if times == 30} == set(references) and len(references) == 10
-    assert {times for word, times in listed.items() if word not in references} == {3}
+    assert {word for word, times in listed.items() if times == often} == set(references) and len(references) == 10
+    assert {times for word, times in listed.items() if word not in references} == {seldom}
     assert len(listed) == 10 + about["units"]
     assert not set(references) & set(re.findall(r"^\d+\. (\S+)$", text[: text.rindex("Below is")], re.MULTILINE))
 
