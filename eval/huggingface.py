@@ -70,13 +70,13 @@ class TextTokenizer:
 
 def load_tokenizer(model_dir: str | Path) -> TextTokenizer:
     """Tokenizer of a model folder; UserError if the folder holds none."""
-    return TextTokenizer(tokenizers.load(str(_model_folder(model_dir))))
+    return TextTokenizer(tokenizers.load(str(model_folder(model_dir))))
 
 
 def context_limit(model_dir: str | Path) -> int | None:
     """max_position_embeddings of a model folder, read without its weights; None if the model states no limit."""
     try:
-        config = AutoConfig.from_pretrained(_model_folder(model_dir), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model_folder(model_dir), trust_remote_code=False)
     except OSError as error:
         raise UserError(f"{model_dir}/config.json cannot be read: {str(error).splitlines()[0]}") from error
     return getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -87,7 +87,7 @@ def load_attention(model_dir: str | Path, overrides: dict | None = None) -> Atte
 
     Without a mtraining.json the overrides alone say it; without either it is a UserError, never a default.
     """
-    path = _model_folder(model_dir) / "mtraining.json"
+    path = model_folder(model_dir) / "mtraining.json"
     if not path.is_file() and not overrides:
         raise UserError(
             f"{path} does not exist, so the trained attention is unknown; evaluate an exported folder, "
@@ -109,6 +109,15 @@ def load_attention(model_dir: str | Path, overrides: dict | None = None) -> Atte
         raise UserError(f"attention of {path.parent}: {error}") from error
 
 
+def attention_of(model_dir, attention: str, given: AttentionConfig | dict | None) -> AttentionConfig | None:
+    """What a method of attention computes: None for "dense"; given: a config, or changes to the folder's own."""
+    if attention != "mtraining":
+        if given is not None:
+            raise UserError(f"attention_config is for attention='mtraining', got attention={attention!r}; drop one")
+        return None
+    return given if isinstance(given, AttentionConfig) else load_attention(model_dir, given)
+
+
 class HuggingFaceEngine:
     """One model folder, loaded. Errors are UserError and name the folder and the fix.
 
@@ -124,14 +133,9 @@ class HuggingFaceEngine:
                 f"attention must be one of {', '.join(ATTENTIONS)} and dtype one of {', '.join(DTYPES)}, "
                 f"got attention={attention!r}, dtype={dtype!r}"
             )
-        if attention_config is not None and attention != "mtraining":
-            raise UserError(f"attention_config is for attention='mtraining', got attention={attention!r}; drop one")
-        self.model_dir, self.attention = _model_folder(model_dir), attention
+        self.model_dir, self.attention = model_folder(model_dir), attention
         self.device = _device(device)
-        self.attention_config = None
-        if attention == "mtraining":
-            given = isinstance(attention_config, AttentionConfig)
-            self.attention_config = attention_config if given else load_attention(model_dir, attention_config)
+        self.attention_config = attention_of(model_dir, attention, attention_config)
         self.context_limit = context_limit(model_dir)
         self.model = self._load("auto" if dtype is None else DTYPES[dtype])
 
@@ -214,15 +218,18 @@ class HuggingFaceEngine:
             "generation": self.greedy,
         }
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def _check_length(self, tokens: int) -> None:
         check_length(tokens, self.context_limit, self.model_dir)
 
 
-def check_length(tokens: int, limit: int | None, model_dir: str | Path) -> None:
-    """UserError if `tokens` (prompt plus generation) exceed the model's limit."""
+def check_length(tokens: int, limit: int | None, model_dir: str | Path, name="max_position_embeddings") -> None:
+    """UserError if `tokens` (prompt plus generation) exceed the model's limit, or another one of that name."""
     if limit is not None and tokens > limit:
         raise UserError(
-            f"{tokens} tokens exceed max_position_embeddings={limit} of {model_dir}; "
+            f"{tokens} tokens exceed {name}={limit} of {model_dir}; "
             "use a shorter length or a checkpoint exported for this one"
         )
 
@@ -251,7 +258,7 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _model_folder(model_dir: str | Path) -> Path:
+def model_folder(model_dir: str | Path) -> Path:
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no model folder (no config.json); give the folder of an exported model")

@@ -24,11 +24,12 @@ def byte_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def save_llama(folder: Path, *, limit: int = 2048, attention: dict | None = None) -> Path:
-    """Write weights, config, tokenizer and, with `attention`, a mtraining.json."""
+def save_llama(folder: Path, *, limit: int = 2048, attention: dict | None = None, tokenizer=None) -> Path:
+    """Write weights, config, tokenizer (a token a byte by default) and, with `attention`, a mtraining.json."""
     torch.manual_seed(0)
+    tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
     config = LlamaConfig(
-        vocab_size=257,
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -41,7 +42,7 @@ def save_llama(folder: Path, *, limit: int = 2048, attention: dict | None = None
         dtype="float32",
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     if attention is not None:
         (folder / "mtraining.json").write_text(
             json.dumps({"format": 1, "trained_length": limit, "attention": attention})

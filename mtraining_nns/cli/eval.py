@@ -38,6 +38,8 @@ def add_parser(subparsers) -> None:
     add("--text", metavar="PATH", help="text to read: a file, a folder, or a prepared data folder")
     add("--squad", metavar="FILE", help="ruler qa_1: SQuAD's JSON file, such as dev-v2.0.json")
     add("--hotpotqa", metavar="FILE", help="ruler qa_2: HotpotQA's JSON file, such as hotpot_dev_distractor_v1.json")
+    add("--engine", choices=("hf", "vllm"), default="hf", help="HuggingFace transformers, or vLLM (default hf)")
+    add("--gpus", type=int, default=1, metavar="N", help="vllm: GPUs that share the model (default 1)")
     add("--attention", choices=("dense", "mtraining"), default="dense", help="dense, or as trained (default dense)")
     add("--attention-config", nargs="+", default=[], metavar="K=V", help="changes to the folder's mtraining.json")
     add("--out", metavar="DIR", help="where answers and results go (default: tables only)")
@@ -64,15 +66,15 @@ def run(args: argparse.Namespace) -> int:
         text = read_source(args.text, max_bytes=BYTES_PER_TOKEN * longest)
     chosen = [SUITES[name](config, tokenizer, text, args) for name, config in configs.items()]
     out = None if args.out is None else report.make_folder(args.out)
-    engine = huggingface.HuggingFaceEngine(
-        args.model, attention=args.attention, attention_config=overrides or None, device=args.device, dtype=args.dtype
-    )
+    longest = max(SUITES[name].reach(config) for name, config in configs.items())
+    engine = _engine(args, overrides or None, longest)
     manifest = report.manifest(args.model, engine.describe(), {one.suite.name: one.settings for one in chosen})
     records = runner.Records(out, manifest)
     try:
         found = runner.run([one.suite for one in chosen], engine, records)
     finally:
         records.close()
+        engine.close()
     results, scores = {}, {}
     for one in chosen:
         table, results[one.suite.name], cells = one.report(found[one.suite.name])
@@ -84,6 +86,19 @@ def run(args: argparse.Namespace) -> int:
         report.write_csv(out, scores)
         print("report:", html.write(out, manifest, found, results.get("ruler", {}).get("not_run", {})))
     return 0
+
+
+def _engine(args, overrides: dict | None, longest: int):
+    attention = {"attention": args.attention, "attention_config": overrides, "dtype": args.dtype}
+    if args.engine == "vllm":
+        from mtraining_nns.eval.vllm import VllmEngine
+
+        if args.device is not None:
+            raise UserError(f"--device is for --engine hf, vLLM takes the device it was built for, got {args.device}")
+        return VllmEngine(args.model, max_tokens=longest, gpus=args.gpus, **attention)
+    from mtraining_nns.eval.huggingface import HuggingFaceEngine
+
+    return HuggingFaceEngine(args.model, device=args.device, **attention)
 
 
 class Niah:
