@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import string
 from itertools import product
 
@@ -16,6 +17,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default vLLM takes nearly all memory
 SPARSE = {"block": 16, "budget": "fixed", "k_v": 4, "k_s": 1, "sinks": 2, "local": 16, "last_q": 8}
 TASKS = "niah_single_1,niah_multikey_2,niah_multikey_3"
 
@@ -28,7 +30,9 @@ def folder(tmp_path_factory):
 
     names = " ".join(map("".join, product(string.ascii_uppercase, repeat=2))) + " "
     corpus = [" ".join(part) for part in words.words()] + [names * 50, json.dumps(ruler.tables())]
-    return save_llama(tmp_path_factory.mktemp("model"), attention=SPARSE, tokenizer=train_bpe(corpus, 3000))
+    return save_llama(
+        tmp_path_factory.mktemp("model"), attention=SPARSE, tokenizer=train_bpe(corpus, 3000), head_dim=32
+    )
 
 
 def records(folder, out, engine: str, attention: str, *words: str) -> list[dict]:

@@ -24,13 +24,13 @@ def byte_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def save_llama(folder: Path, *, limit: int = 2048, attention: dict | None = None, tokenizer=None) -> Path:
+def save_llama(folder: Path, *, limit: int = 2048, attention: dict | None = None, tokenizer=None, head_dim=8) -> Path:
     """Write weights, config, tokenizer (a token a byte by default) and, with `attention`, a mtraining.json."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=4 * head_dim,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
