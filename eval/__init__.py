@@ -2,12 +2,12 @@
 
 text         where evaluation text comes from: files, folders, the held-out part of a prepared data folder
 questions    what a suite asks an engine; prompts: prompts of an exact length; scoring: metrics of answers
-ruler        RULER's 13 tasks at any length (ruler.yaml)
+ruler        RULER's 13 tasks at any length: ruler.yaml, ruler_tasks (what prompts hold), ruler_sources (what they read)
 niah         a needle in a haystack, depth x length
 perplexity   sliding-window perplexity by position
-huggingface  the engine that generates and scores, with dense or with the trained sparse attention
+huggingface  an engine that generates and scores, with dense or with the trained sparse attention; vllm: another one
 runner       asks everything, keeps every answer, goes on where it was stopped
-report       manifest, results file, printed tables
+report       manifest, results file, printed tables; html: one page; compare: two evaluations side by side
 
 Suites know an engine only by `generate(prompts, max_new_tokens)`, `nll(token_ids)` and `batch_size`.
 This package imports no trainer: an exported folder and a text are all it needs.

@@ -11,10 +11,10 @@ nothing, so lengths are checked here. Only safetensors, never code from the fold
 
 import dataclasses
 import importlib.metadata
-import os
 
 import torch
 
+from mtraining_nns import environment
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.huggingface import ATTENTIONS, DTYPES, attention_of, check_length, context_limit, model_folder
 
@@ -44,10 +44,7 @@ class VllmEngine:
         self.llm = self._load(dtype, gpus)
 
     def _load(self, dtype, gpus: int):
-        # vLLM asks for a token beyond what it scores
-        os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
-        if gpus == 1:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        environment.prepare_vllm(gpus)
         import vllm
         from vllm.platforms import current_platform
 

@@ -53,6 +53,16 @@ def prepare_launch(nproc: int) -> None:
     prepare_caches()
 
 
+def prepare_vllm(gpus: int) -> None:
+    """What vLLM reads when it is imported: no reports home, and one process where one GPU is enough.
+
+    Its limit may be a token past the model's, since it generates a token after every sequence that it scores.
+    """
+    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+    if gpus == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
 def prepare_caches() -> None:
     """Keep compiled kernels on this node's own disk, where no other user writes: home folders are shared and slow."""
     owner = os.getuid() if hasattr(os, "getuid") else 0

@@ -10,9 +10,10 @@ import pytest
 
 from mtraining_nns.data.tokenizer import train_bpe
 from mtraining_nns.errors import UserError
-from mtraining_nns.eval import report, ruler, words
+from mtraining_nns.eval import report, ruler_tasks, words
 from mtraining_nns.eval.huggingface import TextTokenizer
-from mtraining_nns.eval.ruler import Ruler, RulerConfig, Sources
+from mtraining_nns.eval.ruler import Ruler, RulerConfig
+from mtraining_nns.eval.ruler_sources import Sources
 from mtraining_nns.eval.runner import Records, run
 
 STORY = "The road was long, and the lamp was dim. Nobody came! Why? Then it stopped raining at last. "
@@ -20,14 +21,14 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TASKS = list(ruler.tables()["tasks"])
+TASKS = list(ruler_tasks.tables()["tasks"])
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     adjectives, nouns = words.words()
     names = " ".join(map("".join, product(string.ascii_uppercase, repeat=2))) + " "
-    trained = train_bpe([" ".join(adjectives + nouns), names * 50, STORY * 50, json.dumps(ruler.tables())], 3000)
+    trained = train_bpe([" ".join(adjectives + nouns), names * 50, STORY * 50, json.dumps(ruler_tasks.tables())], 3000)
     trained.chat_template = CHATML
     return TextTokenizer(trained)
 
@@ -114,7 +115,7 @@ def test_prompts_fill_their_length(task, length, chat, tokenizer, sources):
     free = length - len(question.prompt) - question.max_new_tokens
     assert 0 <= free < 120, free
     text = tokenizer.tokenizer.decode(question.prompt)
-    template = ruler.tables()[ruler.tables()["tasks"][task]["kind"]]
+    template = ruler_tasks.tables()[ruler_tasks.tables()["tasks"][task]["kind"]]
     assert text.endswith(template["answer"].split("{")[0] if "{" not in template["answer"] else text[-5:])
     assert text.count("<|im_start|>") == (2 if chat else 0)
     if chat:
@@ -154,7 +155,7 @@ def test_needles_are_hidden_once_at_their_depths(task, tokenizer, sources):
             assert abs(100 * place - depth) < 4
     kind = (
         r"[0-9]{7}"
-        if ruler.tables()["tasks"][task]["value"] == "number"
+        if ruler_tasks.tables()["tasks"][task]["value"] == "number"
         else r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
     )
     assert all(re.fullmatch(kind, value) for value in references)

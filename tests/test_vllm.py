@@ -26,10 +26,10 @@ TASKS = "niah_single_1,niah_multikey_2,niah_multikey_3"
 def folder(tmp_path_factory):
     """A random model whose tokenizer knows the words of the tasks, so that 1,024 tokens hold them."""
     from mtraining_nns.data.tokenizer import train_bpe
-    from mtraining_nns.eval import ruler, words
+    from mtraining_nns.eval import ruler_tasks, words
 
     names = " ".join(map("".join, product(string.ascii_uppercase, repeat=2))) + " "
-    corpus = [" ".join(part) for part in words.words()] + [names * 50, json.dumps(ruler.tables())]
+    corpus = [" ".join(part) for part in words.words()] + [names * 50, json.dumps(ruler_tasks.tables())]
     return save_llama(
         tmp_path_factory.mktemp("model"), attention=SPARSE, tokenizer=train_bpe(corpus, 3000), head_dim=32
     )

@@ -168,15 +168,15 @@ class Ruler:
         return 1
 
     def __init__(self, config, tokenizer, text, args):
-        from mtraining_nns.eval import ruler
+        from mtraining_nns.eval import ruler, ruler_sources, ruler_tasks
 
         documents = None if text is None else text.documents
-        self.suite = ruler.Ruler(config, tokenizer, ruler.Sources(documents, args.squad, args.hotpotqa))
+        self.suite = ruler.Ruler(config, tokenizer, ruler_sources.Sources(documents, args.squad, args.hotpotqa))
         self.suite.check()
         self.settings = {
             **vars(config),
             **self.suite.form.describe(),
-            "definition": ruler.tables(),
+            "definition": ruler_tasks.tables(),
             "not_run": self.suite.not_run,
             "sources": self.suite.sources.describe() | {"text": None if text is None else text.describe()},
         }
