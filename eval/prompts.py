@@ -67,25 +67,28 @@ class Format:
         return {"format": "chat" if self.chat else "base", "before": self.before, "after": self.after}
 
 
+def shortest(draft: Draft, form: Format, length: int, max_new_tokens: int, what: str) -> Prompt:
+    """The prompt of the fewest units; UserError if `length` does not hold it. what: names the prompt in errors."""
+    prompt = Prompt(form.token_ids(draft.message(draft.least), draft.answer), draft.least)
+    needed = len(prompt.token_ids) + max_new_tokens
+    if needed > length:
+        raise UserError(
+            f"{what}: length {length} cannot hold its {len(prompt.token_ids)} tokens and {max_new_tokens} to generate;"
+            f" use at least {needed} for this tokenizer"
+        )
+    return prompt
+
+
 def fitted(draft: Draft, form: Format, length: int, max_new_tokens: int, what: str) -> Prompt:
     """The prompt of the most units that fit: at most `length` tokens with those to generate.
 
-    what: names the prompt in errors. Encodes the prompt a few times, however long it is.
+    Encodes the prompt a few times, however long it is. UserError as `shortest`.
     """
     room = length - max_new_tokens
-
-    def prompt(units: int) -> Prompt:
-        return Prompt(form.token_ids(draft.message(units), draft.answer), units)
-
-    best = least = prompt(draft.least)
-    if len(best.token_ids) > room:
-        raise UserError(
-            f"{what}: length {length} cannot hold its {len(best.token_ids)} tokens and {max_new_tokens} to generate;"
-            f" use at least {len(best.token_ids) + max_new_tokens} for this tokenizer"
-        )
+    best = least = shortest(draft, form, length, max_new_tokens, what)
     too_many, tried, units = None, 0, draft.least + PROBE
     while too_many is None or too_many > best.units + 1:
-        found, tried = prompt(units), tried + 1
+        found, tried = Prompt(form.token_ids(draft.message(units), draft.answer), units), tried + 1
         if len(found.token_ids) <= room:
             best = found
         else:

@@ -14,7 +14,7 @@ Source of sizes, budgets and metrics: Hsieh et al. 2024 (see ruler.yaml). Own: t
 from dataclasses import dataclass
 
 from mtraining_nns.errors import UserError
-from mtraining_nns.eval.prompts import Format, fitted
+from mtraining_nns.eval.prompts import Format, fitted, shortest
 from mtraining_nns.eval.questions import Generative, Question
 from mtraining_nns.eval.ruler_sources import Sources
 from mtraining_nns.eval.ruler_tasks import Ask, draft, tables
@@ -61,15 +61,19 @@ class Ruler(Generative):
         return [f"{self.name}/{task}/{length}/{i}" for length in lengths for task in self.tasks for i in samples]
 
     def check(self) -> None:
-        """UserError, before any model is loaded, if the shortest length cannot hold a first question of each task."""
-        for task in self.tasks:
-            self.build(f"{self.name}/{task}/{min(self.config.lengths)}/0")
+        """UserError, before any model is loaded, if the shortest length cannot hold each question."""
+        for ask in map(self._ask, self.ids()):
+            if ask.length == min(self.config.lengths):
+                shortest(draft(ask), self.form, ask.length, ask.task["max_new_tokens"], f"ruler {ask.name}")
 
     def build(self, name: str) -> Question:
         """UserError where the length cannot hold the question."""
-        _, task, length, number = name.split("/")
-        ask = Ask(task, int(length), int(number), self.config.seed, self.sources)
+        ask = self._ask(name)
         drafted, budget = draft(ask), ask.task["max_new_tokens"]
-        prompt = fitted(drafted, self.form, ask.length, budget, f"ruler {task}")
-        about = {"task": task, "length": ask.length, "sample": ask.number, "units": prompt.units, **drafted.about}
+        prompt = fitted(drafted, self.form, ask.length, budget, f"ruler {ask.name}")
+        about = {"task": ask.name, "length": ask.length, "sample": ask.number, "units": prompt.units, **drafted.about}
         return Question(name, prompt.token_ids, budget, drafted.references, ask.task["metric"], about)
+
+    def _ask(self, name: str) -> Ask:
+        _, task, length, number = name.split("/")
+        return Ask(task, int(length), int(number), self.config.seed, self.sources)
