@@ -82,6 +82,22 @@ def context_limit(model_dir: str | Path) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def end_tokens(model_dir: str | Path) -> list[int]:
+    """Token ids that end a text, by the folder's generation_config.json or else its config."""
+    folder = model_folder(model_dir)
+    try:
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        eos = AutoConfig.from_pretrained(folder, trust_remote_code=False).eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def weights_dtype(model_dir: str | Path) -> str:
+    """The dtype that a folder's config states for its weights, fp32 if it states none."""
+    config = AutoConfig.from_pretrained(model_folder(model_dir), trust_remote_code=False)
+    return str(config.dtype or torch.float32).removeprefix("torch.")
+
+
 def load_attention(model_dir: str | Path, overrides: dict | None = None) -> AttentionConfig:
     """The attention a folder was trained with: its mtraining.json, with `overrides` on top.
 

@@ -16,7 +16,16 @@ import torch
 
 from mtraining_nns import environment
 from mtraining_nns.errors import UserError
-from mtraining_nns.eval.huggingface import ATTENTIONS, DTYPES, attention_of, check_length, context_limit, model_folder
+from mtraining_nns.eval.huggingface import (
+    ATTENTIONS,
+    DTYPES,
+    attention_of,
+    check_length,
+    context_limit,
+    end_tokens,
+    model_folder,
+    weights_dtype,
+)
 
 PROVEN = "0.32"  # whose tokens and losses equal HuggingFace's; the plugin builds on its classes
 TOGETHER = 64  # prompts that are asked at once where attention is dense
@@ -41,7 +50,8 @@ class VllmEngine:
         check_length(max_tokens, self.context_limit, model_dir)
         self.max_tokens, self.batch_size = max_tokens, TOGETHER if attention == "dense" else 1
         self.version = check_vllm(sparse=attention == "mtraining")
-        self.llm = self._load(dtype, gpus)
+        self.ends = end_tokens(self.model_dir)
+        self.llm = self._load(dtype or weights_dtype(self.model_dir), gpus)
 
     def _load(self, dtype, gpus: int):
         environment.prepare_vllm(gpus)
@@ -59,11 +69,12 @@ class VllmEngine:
             }
             if not current_platform.is_cpu():
                 options["attention_backend"] = "CUSTOM"
+            check_plugin()
         self.device = torch.device(current_platform.device_type)
         try:
             return vllm.LLM(
                 model=str(self.model_dir),
-                dtype=dtype or "auto",
+                dtype=dtype,  # vLLM's own choice would round fp32 weights
                 max_model_len=self.max_tokens + 1,
                 tensor_parallel_size=gpus,
                 enable_prefix_caching=self.attention == "dense",
@@ -95,8 +106,10 @@ class VllmEngine:
         """Negative log-likelihood of tokens 1 .. S-1 in nats: [S] int64 -> [S-1] fp32 on the CPU."""
         check_length(len(token_ids), self.max_tokens, self.model_dir, "what the engine was made for")
         ids = token_ids.tolist()
-        (output,) = self._ask([ids], max_tokens=1, prompt_logprobs=0)
-        return torch.tensor([-found[token].logprob for found, token in zip(output.prompt_logprobs[1:], ids[1:])])
+        (output,) = self._ask([ids], max_tokens=1, prompt_logprobs=0, flat_logprobs=True)
+        found = output.prompt_logprobs
+        assert found.token_ids == ids[1:], "one entry a position but the first"
+        return -torch.tensor(found.logprobs, dtype=torch.float32)
 
     def describe(self) -> dict:
         """Manifest entry: everything that decides what this engine answers."""
@@ -108,7 +121,7 @@ class VllmEngine:
             "attention_config": config,
             "dtype": self.dtype,
             "device": self.device.type,
-            "generation": GREEDY,
+            "generation": {**GREEDY, "stop_token_ids": self.ends},
         }
 
     def close(self) -> None:
@@ -119,7 +132,8 @@ class VllmEngine:
         from vllm import SamplingParams, TokensPrompt
 
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        params = SamplingParams(**GREEDY, **settings, detokenize=False)
+        ends = {"ignore_eos": True, "stop_token_ids": self.ends}  # those of the folder, as HuggingFace has them
+        params = SamplingParams(**GREEDY, **ends, **settings, detokenize=False)
         return self.llm.generate(asked, params, use_tqdm=False)
 
 
@@ -137,6 +151,25 @@ def check_vllm(*, sparse: bool) -> str:
             f"sparse prefill in vLLM is proven with vLLM {PROVEN}, got {found}; install that, or use --engine hf"
         )
     return found
+
+
+def check_plugin() -> None:
+    """UserError where vLLM did not take our backend: it only logs a plugin that fails, and would answer densely."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    load_general_plugins()
+    known = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
+    try:
+        found = known.get_path()
+    except ValueError as error:  # nothing was registered
+        found = str(error)
+    if not found.startswith("mtraining_nns."):
+        raise UserError(
+            f"vLLM has not taken the plugin of sparse prefill, got {found}; install mtraining-nns with pip where vLLM"
+            " runs, and leave VLLM_PLUGINS unset"
+        )
 
 
 def _version(name: str) -> str | None:

@@ -77,6 +77,36 @@ def test_sparse_prefill_is_not_dense(folder):
     assert (sparse - dense).abs().max() > 0.1
 
 
+def test_a_plugin_that_was_not_taken_is_an_error(folder, monkeypatch):
+    """vLLM itself would say so in its log and answer densely."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from mtraining_nns.eval.vllm import VllmEngine
+
+    monkeypatch.setattr(AttentionBackendEnum, "get_path", lambda self, **options: "vllm.v1.stock.Backend")
+    with pytest.raises(UserError, match="has not taken the plugin of sparse prefill, got vllm.v1.stock.Backend"):
+        VllmEngine(folder, max_tokens=512, attention="mtraining", dtype="float32")
+
+
+def test_texts_end_where_the_folder_says(folder, tmp_path):
+    """At the tokens of generation_config.json and no other, in the dtype of the weights."""
+    import shutil
+
+    from mtraining_nns.eval.huggingface import HuggingFaceEngine
+    from mtraining_nns.eval.vllm import VllmEngine
+
+    prompt = [[5, 6, 7, 8] * 8]
+    model = shutil.copytree(folder, tmp_path / "model")
+    whole = HuggingFaceEngine(model, device="cpu").generate(prompt, 12)[0]
+    fields = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(fields | {"eos_token_id": [2999, whole[5]]}))
+    expected = HuggingFaceEngine(model, device="cpu").generate(prompt, 12)[0]
+    engine = VllmEngine(model, max_tokens=512)
+    assert engine.generate(prompt, 12)[0] == expected == whole[: whole.index(whole[5]) + 1]
+    assert engine.dtype == "float32"
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
