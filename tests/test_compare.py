@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +108,17 @@ def test_cells_have_their_error(tmp_path):
     rows = report.write_csv(tmp_path, {"ruler": [vt, cwe]}).read_text().splitlines()
     assert rows[1].startswith("ruler,vt,512,,2,50.0,50.0") and rows[2] == "ruler,cwe,512,,1,50.0,"
     assert json.dumps([vt, cwe])
+
+
+def test_the_heat_map_is_a_picture(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from mtraining_nns.cli.eval import _draw
+
+    records = [
+        {"length": length, "depth": depth, "score": depth > 0} for length in (512, 1024) for depth in (0.0, 50.0, 100.0)
+    ]
+    _draw(tmp_path, records)
+    assert (tmp_path / "niah.png").read_bytes().startswith(b"\x89PNG") and "niah.png" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    _draw(tmp_path, records)
+    assert "pip install 'mtraining-nns[plots]'" in capsys.readouterr().err

@@ -7,12 +7,13 @@
 Lengths take k (1024) and m (1024 x 1024) and count the prompt and what is generated. --text is a text file, a folder
 of text, or a prepared data folder, whose held-out part is read; without it needles are hidden in built-in sentences and
 RULER's tasks that need text are not run. OUT gets every answer as it comes (records.jsonl; a run that was stopped goes
-on there), a manifest, results.json, scores.csv and report.html; `mtraining compare` sets two such folders side by side.
-Whatever can be wrong with the request (lengths, text, attention) is found before the weights are loaded.
+on there), a manifest, results.json, scores.csv, report.html and, with the extra `plots`, niah.png; `mtraining compare`
+sets two such folders side by side. Whatever can be wrong with the request (lengths, text, attention) is found before the weights are loaded.
 """
 
 import argparse
 import re
+import sys
 
 from mtraining_nns.errors import UserError
 
@@ -85,7 +86,18 @@ def run(args: argparse.Namespace) -> int:
         print("results:", report.write_results(out, {"manifest": manifest, **results}))
         report.write_csv(out, scores)
         print("report:", html.write(out, manifest, found, results.get("ruler", {}).get("not_run", {})))
+        if "niah" in found:
+            _draw(out, found["niah"])
     return 0
+
+
+def _draw(out, records: list[dict]) -> None:
+    from mtraining_nns.eval import plots
+
+    try:
+        print("heat map:", plots.niah(out, records))
+    except ImportError:
+        print("no niah.png: it needs matplotlib; pip install 'mtraining-nns[plots]'", file=sys.stderr)
 
 
 def _engine(args, overrides: dict | None, longest: int):
