@@ -7,7 +7,8 @@ niah         a needle in a haystack, depth x length
 perplexity   sliding-window perplexity by position
 huggingface  an engine that generates and scores, with dense or with the trained sparse attention; vllm: another one
 runner       asks everything, keeps every answer, goes on where it was stopped
-report       manifest, results file, printed tables; html: one page; plots: the heat map; compare: two evaluations side by side
+report       manifest, results, printed tables; html: one page; plots: the heat map
+compare      two evaluations side by side
 
 Suites know an engine only by `generate(prompts, max_new_tokens)`, `nll(token_ids)` and `batch_size`.
 This package imports no trainer: an exported folder and a text are all it needs.

@@ -8,7 +8,8 @@ Lengths take k (1024) and m (1024 x 1024) and count the prompt and what is gener
 of text, or a prepared data folder, whose held-out part is read; without it needles are hidden in built-in sentences and
 RULER's tasks that need text are not run. OUT gets every answer as it comes (records.jsonl; a run that was stopped goes
 on there), a manifest, results.json, scores.csv, report.html and, with the extra `plots`, niah.png; `mtraining compare`
-sets two such folders side by side. Whatever can be wrong with the request (lengths, text, attention) is found before the weights are loaded.
+sets two such folders side by side. Whatever can be wrong with the request (lengths, text, attention) is found before
+the weights are loaded.
 """
 
 import argparse
