@@ -38,6 +38,8 @@ def export(source: str, out: str) -> None:
     if not os.path.isdir(source):
         raise UserError(f"{source} is no checkpoint; give a checkpoint.dir or one of its step folders")
     path = nnscaler_states.find(source)
+    if path not in (None, source) and (other := checkpoint.latest_complete(source)):
+        raise UserError(f"{source} holds checkpoints of both engines, {other} and {path}; give one of them")
     if path is None:
         path = checkpoint.find(source, source)
         run, read = os.path.dirname(os.path.abspath(path)), read_model
@@ -47,6 +49,14 @@ def export(source: str, out: str) -> None:
     check_out(out)
     lm = read(path, getattr(torch, recipe.model.dtype))
     publish(lm, recipe, out, checkpoint.read_json(path, "generation_config.json"), os.path.join(run, TOKENIZER))
+
+
+def finish(recipe: Recipe, path: str, found: dict) -> None:
+    """End a run on its first rank: the export of its last checkpoint, and its figures in summary.json."""
+    export(path, recipe.export.dir)
+    with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
+        json.dump(found, stream, indent=1)
+    print(f"exported to {recipe.export.dir}", flush=True)
 
 
 def texts_of(recipe: Recipe, config) -> dict[str, str]:

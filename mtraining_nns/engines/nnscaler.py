@@ -7,7 +7,6 @@ of training lie beside it in nnScaler's own format, which any number of ranks re
 but your own.
 """
 
-import json
 import os
 
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.held_out import check_held_out
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
-from mtraining_nns.export import export
+from mtraining_nns.export import finish
 from mtraining_nns.metrics import summary
 from mtraining_nns.nnscaler_args import folders, trainer_args
 from mtraining_nns.recipe import Recipe
@@ -45,10 +44,7 @@ def train(recipe: Recipe) -> dict:
     parts.leave()
     dist.barrier()
     if process.rank == 0:
-        export(nnscaler_states.find(recipe.checkpoint.dir), recipe.export.dir)
-        with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
-            json.dump(found, stream, indent=1)
-        print(f"exported to {recipe.export.dir}", flush=True)
+        finish(recipe, nnscaler_states.latest(states), found)
     dist.destroy_process_group()
     return found
 

@@ -20,7 +20,7 @@ from mtraining_nns.engines.held_out import check_held_out, evaluate
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
-from mtraining_nns.export import export, keep_tokenizer, texts_of
+from mtraining_nns.export import finish, keep_tokenizer, texts_of
 from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes, summary
 from mtraining_nns.model import CausalLMLoss, build_config, build_model, materialize
 from mtraining_nns.ops.attention import Operator
@@ -42,10 +42,7 @@ def train(recipe: Recipe) -> dict:
                 settle(world, recipe.parallel)
         found = run.finish()
     if world.rank == 0:
-        export(recipe.checkpoint.dir, recipe.export.dir)
-        with open(os.path.join(recipe.checkpoint.dir, "summary.json"), "w", encoding="utf-8") as stream:
-            json.dump(found, stream, indent=1)
-        print(f"exported to {recipe.export.dir}", flush=True)
+        finish(recipe, checkpoint.latest_complete(recipe.checkpoint.dir), found)
     return found
 
 
