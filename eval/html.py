@@ -49,17 +49,18 @@ class Score(NamedTuple):
 
 def _niah(records: list[dict]) -> str:
     """Depths down, lengths across."""
-    lengths, depths = (sorted({record[key] for record in records}) for key in ("length", "depth"))
-    grid = {(cell["length"], cell["depth"]): cell["score"] for cell in report.cells(records, "length", "depth")}
-    rows = [[f"{depth:g} %", *(Score(grid[length, depth]) for length in lengths)] for depth in depths]
-    return _table(["depth", *map(str, lengths)], rows)
+    depths, lengths, found = report.grid(records, "depth")
+    rows = [[f"{depth:g} %", *_scores(found, depth, sorted(lengths))] for depth in sorted(depths)]
+    return _table(["depth", *map(str, sorted(lengths))], rows)
 
 
 def _ruler(records: list[dict]) -> str:
-    lengths, tasks = (list(dict.fromkeys(record[key] for record in records)) for key in ("length", "task"))
-    grid = {(cell["task"], cell["length"]): cell["score"] for cell in report.cells(records, "task", "length")}
-    rows = [[task, *(Score(grid[task, length]) for length in lengths)] for task in tasks]
-    return _table(["task", *map(str, lengths)], rows)
+    tasks, lengths, found = report.grid(records, "task")
+    return _table(["task", *map(str, lengths)], [[task, *_scores(found, task, lengths)] for task in tasks])
+
+
+def _scores(found: dict, row, lengths: list[int]) -> list[Score]:
+    return [Score(found[row, length]["score"]) for length in lengths]
 
 
 def _perplexity(records: list[dict]) -> str:

@@ -125,6 +125,15 @@ def load_attention(model_dir: str | Path, overrides: dict | None = None) -> Atte
         raise UserError(f"attention of {path.parent}: {error}") from error
 
 
+def check_names(attention: str, dtype: str | None) -> None:
+    """UserError for a method of attention or a dtype that no engine knows."""
+    if attention not in ATTENTIONS or dtype not in (None, *DTYPES):
+        raise UserError(
+            f"attention must be one of {', '.join(ATTENTIONS)} and dtype one of {', '.join(DTYPES)}, "
+            f"got attention={attention!r}, dtype={dtype!r}"
+        )
+
+
 def attention_of(model_dir, attention: str, given: AttentionConfig | dict | None) -> AttentionConfig | None:
     """What a method of attention computes: None for "dense"; given: a config, or changes to the folder's own."""
     if attention != "mtraining":
@@ -144,11 +153,7 @@ class HuggingFaceEngine:
     batch_size = 1  # the sparse attention takes no padding
 
     def __init__(self, model_dir, attention="dense", attention_config=None, device=None, dtype=None):
-        if attention not in ATTENTIONS or dtype not in (None, *DTYPES):
-            raise UserError(
-                f"attention must be one of {', '.join(ATTENTIONS)} and dtype one of {', '.join(DTYPES)}, "
-                f"got attention={attention!r}, dtype={dtype!r}"
-            )
+        check_names(attention, dtype)
         self.model_dir, self.attention = model_folder(model_dir), attention
         self.device = _device(device)
         self.attention_config = attention_of(model_dir, attention, attention_config)
@@ -178,7 +183,7 @@ class HuggingFaceEngine:
                 hf.attach(model, Operator(self.attention_config, Ring.single(), self.device.type))
             except ValueError as error:
                 raise UserError(f"{self.model_dir} cannot use its trained attention: {error}") from error
-        self.greedy = _greedy(model)
+        self.greedy = _greedy(end_tokens(self.model_dir))
         # generate() fills whatever a given config leaves open from the model's own, so the folder's must go.
         model.generation_config = GenerationConfig()
         return model
@@ -250,18 +255,16 @@ def check_length(tokens: int, limit: int | None, model_dir: str | Path, name="ma
         )
 
 
-def _greedy(model) -> dict:
+def _greedy(ends: list[int]) -> dict:
     """Greedy decoding, said explicitly; the folder contributes only the token ids that end a text."""
-    eos = model.generation_config.eos_token_id
-    eos = [eos] if isinstance(eos, int) else eos
     return {
         "do_sample": False,
         "num_beams": 1,
         "temperature": 1.0,
         "top_p": 1.0,
         "repetition_penalty": 1.0,
-        "eos_token_id": eos,
-        "pad_token_id": eos[0] if eos else 0,
+        "eos_token_id": ends or None,
+        "pad_token_id": ends[0] if ends else 0,
     }
 
 

@@ -5,7 +5,7 @@ matplotlib is the optional extra `plots` and is imported here alone.
 
 from pathlib import Path
 
-from mtraining_nns.eval.report import cells
+from mtraining_nns.eval.report import grid
 
 
 def niah(folder: Path, records: list[dict]) -> Path:
@@ -15,14 +15,14 @@ def niah(folder: Path, records: list[dict]) -> Path:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    lengths, depths = (sorted({record[key] for record in records}) for key in ("length", "depth"))
-    scores = {(cell["length"], cell["depth"]): cell["score"] for cell in cells(records, "length", "depth")}
+    depths, lengths, found = grid(records, "depth")
+    depths, lengths = sorted(depths), sorted(lengths)
+    percents = [[found[depth, length]["score"] for length in lengths] for depth in depths]
     figure = Figure(figsize=(2 + len(lengths), 2 + 0.5 * len(depths)))
     axis = figure.add_subplot()
-    grid = [[scores[length, depth] for length in lengths] for depth in depths]
-    image = axis.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-    for row, percents in enumerate(grid):
-        for column, percent in enumerate(percents):
+    image = axis.imshow(percents, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    for row, across in enumerate(percents):
+        for column, percent in enumerate(across):
             axis.text(column, row, f"{percent:.0f}", ha="center", va="center")
     axis.set_xticks(range(len(lengths)), map(str, lengths))
     axis.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])

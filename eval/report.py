@@ -8,8 +8,6 @@ The manifest is enough to run the same again. A mean is printed only under the c
 
 import csv
 import hashlib
-import json
-import os
 import statistics
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import transformers
 import mtraining_nns
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.perplexity import LengthPerplexity
+from mtraining_nns.eval.runner import write_json
 from mtraining_nns.tables import align
 
 FORMAT = 1
@@ -65,12 +64,8 @@ def make_folder(out_dir: str | Path) -> Path:
 
 
 def write_results(folder: Path, results: dict) -> Path:
-    """Write results.json whole or not at all; a results file that exists is replaced."""
-    path = folder / "results.json"
-    temporary = folder / f".results.json.{os.getpid()}"
-    temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+    """Write results.json; one that exists is replaced."""
+    return write_json(folder / "results.json", results)
 
 
 def cells(records: list[dict], *keys: str) -> list[dict]:
@@ -84,6 +79,12 @@ def cells(records: list[dict], *keys: str) -> list[dict]:
     ]
 
 
+def grid(records: list[dict], down: str) -> tuple[list, list[int], dict[tuple, dict]]:
+    """(values of a key, lengths, cells by both), in the order of the records."""
+    rows, lengths = (list(dict.fromkeys(record[key] for record in records)) for key in (down, "length"))
+    return rows, lengths, {(cell[down], cell["length"]): cell for cell in cells(records, down, "length")}
+
+
 def niah_result(records: list[dict]) -> dict:
     """Of results.json."""
     return {"cells": cells(records, "length", "depth"), "score": _mean([100.0 * record["score"] for record in records])}
@@ -91,13 +92,12 @@ def niah_result(records: list[dict]) -> dict:
 
 def niah_table(records: list[dict]) -> str:
     """Depth x length grid of scores in percent, with the mean of each column below it."""
-    lengths = list(dict.fromkeys(record["length"] for record in records))
-    grid = {(cell["length"], cell["depth"]): cell for cell in cells(records, "length", "depth")}
+    depths, lengths, found = grid(records, "depth")
     rows = [["depth \\ length", *map(str, lengths)]]
-    for depth in dict.fromkeys(record["depth"] for record in records):
-        rows.append([f"{depth:g} %", *(f"{grid[length, depth]['score']:.1f}" for length in lengths)])
+    for depth in depths:
+        rows.append([f"{depth:g} %", *(f"{found[depth, length]['score']:.1f}" for length in lengths)])
     rows.append(["all depths", *(f"{cell['score']:.1f}" for cell in cells(records, "length"))])
-    return f"niah, score in percent, {next(iter(grid.values()))['samples']} per cell\n{align(rows)}"
+    return f"niah, score in percent, {next(iter(found.values()))['samples']} per cell\n{align(rows)}"
 
 
 def ruler_result(records: list[dict], not_run: dict[str, str]) -> dict:
@@ -107,17 +107,15 @@ def ruler_result(records: list[dict], not_run: dict[str, str]) -> dict:
 
 def ruler_table(records: list[dict], not_run: dict[str, str]) -> str:
     """Task x length grid of scores in percent with their standard errors, then what was not run and why."""
-    lengths = list(dict.fromkeys(record["length"] for record in records))
-    grid = {(cell["task"], cell["length"]): cell for cell in cells(records, "task", "length")}
+    tasks, lengths, found = grid(records, "task")
     rows = [["task \\ length", *map(str, lengths)]]
-    for task in dict.fromkeys(record["task"] for record in records):
-        found = (grid[task, length] for length in lengths)
-        rows.append([task, *map(_with_error, found)])
+    for task in tasks:
+        rows.append([task, *(_with_error(found[task, length]) for length in lengths)])
     if records:
-        of_tasks = [[cell["score"] for (_, at), cell in grid.items() if at == length] for length in lengths]
+        of_tasks = [[found[task, length]["score"] for task in tasks] for length in lengths]
         rows.append(["mean of the tasks above", *(f"{_mean(scores):.1f}" for scores in of_tasks)])
     missing = "".join(f"\nnot run: {task}, {why}" for task, why in not_run.items())
-    samples = next(iter(grid.values()))["samples"] if records else 0
+    samples = next(iter(found.values()))["samples"] if records else 0
     return f"ruler, score in percent +- standard error, {samples} per cell\n{align(rows)}{missing}"
 
 

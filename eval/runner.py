@@ -49,9 +49,7 @@ class Records:
     def _claim(self, manifest: dict) -> None:
         path, manifest = self.folder / MANIFEST, json.loads(json.dumps(manifest))
         if not path.is_file():
-            temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
-            temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            write_json(path, manifest)
             return
         differing = differences(json.loads(path.read_text(encoding="utf-8")), manifest)
         if differing:
@@ -72,6 +70,14 @@ def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:
                     records.add(record)
                     bar.update()
     return {suite.name: [records.found[name] for name in suite.ids()] for suite in suites}
+
+
+def write_json(path: Path, value: dict) -> Path:
+    """Write a file whole or not at all; one that exists is replaced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path
 
 
 def differences(before: dict, now: dict, path: str = "") -> dict[str, tuple]:

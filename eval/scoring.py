@@ -19,12 +19,14 @@ def all_of(answer: str, references: list[str]) -> float:
     >>> all_of("Two of them: 17 and Oslo.", ["17", "oslo", "91", "12"])
     0.5
     """
-    return sum(reference.lower() in cleaned(answer) for reference in references) / len(references)
+    answer = cleaned(answer)
+    return sum(reference.lower() in answer for reference in references) / len(references)
 
 
 def any_of(answer: str, references: list[str]) -> float:
     """1.0 if one of the references occurs in the answer."""
-    return float(any(reference.lower() in cleaned(answer) for reference in references))
+    answer = cleaned(answer)
+    return float(any(reference.lower() in answer for reference in references))
 
 
 def number(answer: str, references: list[str]) -> float:

@@ -17,10 +17,9 @@ import torch
 from mtraining_nns import environment
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.huggingface import (
-    ATTENTIONS,
-    DTYPES,
     attention_of,
     check_length,
+    check_names,
     context_limit,
     end_tokens,
     model_folder,
@@ -39,11 +38,7 @@ class VllmEngine:
     """
 
     def __init__(self, model_dir, *, max_tokens: int, attention="dense", attention_config=None, dtype=None, gpus=1):
-        if attention not in ATTENTIONS or dtype not in (None, *DTYPES):
-            raise UserError(
-                f"attention must be one of {', '.join(ATTENTIONS)} and dtype one of {', '.join(DTYPES)}, "
-                f"got attention={attention!r}, dtype={dtype!r}"
-            )
+        check_names(attention, dtype)
         self.model_dir, self.attention = model_folder(model_dir), attention
         self.attention_config = attention_of(model_dir, attention, attention_config)
         self.context_limit = context_limit(model_dir)

@@ -73,7 +73,7 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
     _barrier()
     if _rank() == 0:
         for name, text in files.items():
-            _write(os.path.join(partial, name), text)
+            write(os.path.join(partial, name), text)
         _publish(partial, final)
         for old in _steps(folder, before=step)[keep - 1 :]:
             shutil.rmtree(os.path.join(folder, old))
@@ -154,7 +154,7 @@ def read_json(path: str, name: str) -> dict:
 def _publish(partial: str, final: str) -> None:
     """Make a finished folder visible: manifest, then the rename, each on disk before the next."""
     sizes = {name: os.path.getsize(os.path.join(partial, name)) for name in sorted(os.listdir(partial))}
-    _write(os.path.join(partial, MANIFEST), json.dumps({"format": 1, "files": sizes}, indent=1))
+    write(os.path.join(partial, MANIFEST), json.dumps({"format": 1, "files": sizes}, indent=1))
     _sync_folder(partial)
     if os.path.isdir(final):  # left by a run that went back to an earlier step, or incomplete
         shutil.rmtree(final)
@@ -162,7 +162,8 @@ def _publish(partial: str, final: str) -> None:
     _sync_folder(os.path.dirname(final))
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
+    """A small file, on disk when this returns."""
     with open(path, "w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

@@ -23,7 +23,7 @@ def folders(recipe) -> tuple[str, str]:
     return os.path.join(recipe.checkpoint.dir, "nnscaler", "code"), os.path.join(recipe.checkpoint.dir, STATES)
 
 
-def trainer_args(recipe, path: str, *, resume: str | None = None, compile_only: bool = False) -> dict:
+def trainer_args(recipe, path: str, *, resume: str | None = None) -> dict:
     """The arguments of a resolved recipe that lies at `path`, as plain values."""
     train, parallel, (code, states) = recipe.train, recipe.parallel, folders(recipe)
     read, bf16 = {"recipe": os.path.abspath(path)}, train.precision == "bf16"
@@ -45,7 +45,7 @@ def trainer_args(recipe, path: str, *, resume: str | None = None, compile_only: 
         "init_module": PARTS,
         "vars": read,
         "compute_config": compute,
-        "run_mode": "compile" if compile_only else "run",
+        "run_mode": "run",
         "gen_savedir": os.path.join(code, _hash(compute)),
         "gen_reuse": "match",
         "broadcast_strategy": "none",  # machines share checkpoint.dir

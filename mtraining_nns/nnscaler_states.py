@@ -12,7 +12,7 @@ nnScaler's files are pickles: read none but your own. Only `merged_weights` need
 import json
 import os
 
-from mtraining_nns.checkpoint import incomplete, read_json
+from mtraining_nns.checkpoint import incomplete, read_json, write
 from mtraining_nns.engines import nnscaler_fault
 from mtraining_nns.errors import UserError
 
@@ -27,9 +27,9 @@ def mark(folder: str, step: int, files: dict[str, str]) -> None:
         path = os.path.join(folder, name)
         if os.path.isdir(path) and name.endswith(f"-{step:04d}"):
             for file, text in files.items():
-                _write(os.path.join(path, file), text)
+                write(os.path.join(path, file), text)
             sizes = {file: os.path.getsize(os.path.join(path, file)) for file in os.listdir(path)}
-            _write(os.path.join(path, f".{COMPLETE}"), json.dumps({"step": step, "files": sizes}))
+            write(os.path.join(path, f".{COMPLETE}"), json.dumps({"step": step, "files": sizes}))
             os.replace(os.path.join(path, f".{COMPLETE}"), os.path.join(path, COMPLETE))
 
 
@@ -66,8 +66,3 @@ def merged_weights(path: str) -> dict:
         if os.path.exists(merged):
             os.remove(merged)
     return {name.removeprefix(PREFIX): tensor for name, tensor in model.items()}
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(text)

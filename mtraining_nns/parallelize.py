@@ -9,7 +9,6 @@ whose forward takes samples (input_ids, labels, position_ids) and returns the su
 """
 
 import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 from mtraining_nns.data.collator import collate_ring
+from mtraining_nns.engines import nnscaler_fault
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.layout import Layout
@@ -81,8 +81,8 @@ class Plan:
 
 def compile_plan(request: Request) -> Plan:
     """Trace, cut, generate code. UserError for a model that cannot be found, called, traced or cut."""
-    if importlib.util.find_spec("nnscaler") is None:
-        raise UserError("nnScaler is not importable; https://github.com/msrasys/nnscaler says how to install it")
+    if fault := nnscaler_fault():
+        raise UserError(fault)
     from mtraining_nns import nnscaler_cpu
 
     nnscaler_cpu.install()

@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     limit = huggingface.context_limit(args.model)
     configs = {name: SUITES[name].configure(args) for name in names}
-    for name, config in configs.items():
-        huggingface.check_length(SUITES[name].reach(config), limit, args.model)
+    reach = max(SUITES[name].reach(config) for name, config in configs.items())
+    huggingface.check_length(reach, limit, args.model)
     tokenizer = huggingface.load_tokenizer(args.model)
     text = None
     if args.text is not None:
@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
         text = read_source(args.text, max_bytes=BYTES_PER_TOKEN * longest)
     chosen = [SUITES[name](config, tokenizer, text, args) for name, config in configs.items()]
     out = None if args.out is None else report.make_folder(args.out)
-    longest = max(SUITES[name].reach(config) for name, config in configs.items())
-    engine = _engine(args, overrides or None, longest)
+    engine = _engine(args, overrides or None, reach)
     manifest = report.manifest(args.model, engine.describe(), {one.suite.name: one.settings for one in chosen})
     records = runner.Records(out, manifest)
     try:
@@ -101,20 +100,32 @@ def _draw(out, records: list[dict]) -> None:
         print("no niah.png: it needs matplotlib; pip install 'mtraining-nns[plots]'", file=sys.stderr)
 
 
-def _engine(args, overrides: dict | None, longest: int):
+def _engine(args, overrides: dict | None, reach: int):
     attention = {"attention": args.attention, "attention_config": overrides, "dtype": args.dtype}
     if args.engine == "vllm":
         from mtraining_nns.eval.vllm import VllmEngine
 
         if args.device is not None:
             raise UserError(f"--device is for --engine hf, vLLM takes the device it was built for, got {args.device}")
-        return VllmEngine(args.model, max_tokens=longest, gpus=args.gpus, **attention)
+        return VllmEngine(args.model, max_tokens=reach, gpus=args.gpus, **attention)
     from mtraining_nns.eval.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine(args.model, device=args.device, **attention)
 
 
-class Niah:
+class _Prompts:
+    """What suites of prompts share."""
+
+    @staticmethod
+    def reach(config) -> int:
+        return max(config.lengths)
+
+    @staticmethod
+    def sequences(config) -> int:
+        return 1
+
+
+class Niah(_Prompts):
     """Needle in a haystack, ready to run."""
 
     @staticmethod
@@ -129,14 +140,6 @@ class Niah:
             seed=args.seed,
             chat=args.prompt == "chat",
         )
-
-    @staticmethod
-    def reach(config) -> int:
-        return max(config.lengths)
-
-    @staticmethod
-    def sequences(config) -> int:
-        return 1
 
     def __init__(self, config, tokenizer, text, args):
         from mtraining_nns.eval import niah
@@ -157,7 +160,7 @@ class Niah:
         return report.niah_table(records), result, result["cells"]
 
 
-class Ruler:
+class Ruler(_Prompts):
     """RULER, ready to run."""
 
     @staticmethod
@@ -171,14 +174,6 @@ class Ruler:
             seed=args.seed,
             chat=args.prompt == "chat",
         )
-
-    @staticmethod
-    def reach(config) -> int:
-        return max(config.lengths)
-
-    @staticmethod
-    def sequences(config) -> int:
-        return 1
 
     def __init__(self, config, tokenizer, text, args):
         from mtraining_nns.eval import ruler, ruler_sources, ruler_tasks

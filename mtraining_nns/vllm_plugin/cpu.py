@@ -2,7 +2,7 @@
 
 from vllm.v1.attention.backends import cpu_attn
 
-from mtraining_nns.vllm_plugin.prefill import PrefillMixin, PromptsMixin
+from mtraining_nns.vllm_plugin.prefill import BackendMixin, PrefillMixin, PromptsMixin
 
 
 class Impl(PrefillMixin, cpu_attn.CPUAttentionBackendImpl):
@@ -15,15 +15,7 @@ class Builder(PromptsMixin, cpu_attn.CPUAttentionMetadataBuilder):
     """Of the metadata of a step."""
 
 
-class Backend(cpu_attn.CPUAttentionBackend):
+class Backend(BackendMixin, cpu_attn.CPUAttentionBackend):
     """In place of the only backend that the CPU has, under its name."""
 
-    @staticmethod
-    def get_impl_cls():
-        """vLLM asks."""
-        return Impl
-
-    @staticmethod
-    def get_builder_cls():
-        """vLLM asks."""
-        return Builder
+    impl, builder = Impl, Builder

@@ -3,7 +3,7 @@
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
 
-from mtraining_nns.vllm_plugin.prefill import PrefillMixin, PromptsMixin
+from mtraining_nns.vllm_plugin.prefill import BackendMixin, PrefillMixin, PromptsMixin
 
 
 class Impl(PrefillMixin, flash_attn.FlashAttentionImpl):
@@ -18,20 +18,12 @@ class Builder(PromptsMixin, flash_attn.FlashAttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # steps with prompts run Python
 
 
-class Backend(flash_attn.FlashAttentionBackend):
+class Backend(BackendMixin, flash_attn.FlashAttentionBackend):
     """LLM(attention_backend="CUSTOM")."""
+
+    impl, builder = Impl, Builder
 
     @staticmethod
     def get_name() -> str:
         """A name that vLLM knows."""
         return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls():
-        """vLLM asks."""
-        return Impl
-
-    @staticmethod
-    def get_builder_cls():
-        """vLLM asks."""
-        return Builder

@@ -20,6 +20,23 @@ def operator(settings: str, device_type: str) -> Operator:
     return Operator(AttentionConfig(**json.loads(settings)), Ring.single(), device_type)
 
 
+class BackendMixin:
+    """Of a backend: which classes serve it."""
+
+    impl: type
+    builder: type
+
+    @classmethod
+    def get_impl_cls(cls):
+        """vLLM asks."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls):
+        """vLLM asks."""
+        return cls.builder
+
+
 class PromptsMixin:
     """Of a metadata builder: notes in `prompts` where whole prompts lie among the tokens of a step."""
 

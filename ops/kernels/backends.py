@@ -82,9 +82,8 @@ def choose(device: Device, work: Work, backend: str = "auto") -> tuple[str, str]
     if backend != "auto":
         fault = FAULTS[backend](device, work)
         if fault:
-            others = ["auto"] if device.type != "cuda" else ["cute", "triton", "torch"]
-            able = [name for name in others if name == "auto" or not FAULTS[name](device, work)]
-            other = "torch, which runs anything, slowly" if able == ["torch"] else "auto"
+            slow = device.type == "cuda" and _cute(device, work) and _triton(device, work) and not _torch(device, work)
+            other = "torch, which runs anything, slowly" if slow else "auto"
             raise ValueError(f"attention.backend={backend} cannot run: {fault}; use attention.backend={other}")
         return backend, "asked for"
     if device.type != "cuda":

@@ -52,7 +52,7 @@ def local_lse(queries, k, place: Place, scale: float) -> torch.Tensor:
     tile_lse[(batch * k.shape[2] * parts,)](
         queries, k, *_positions(place, k), partial, *_sizes(queries, k, scale), **_settings(tiles, queries, place)
     )
-    lse, (chunk, rows) = partial.new_empty(batch, heads, last), JOINED
+    lse, (chunk, rows) = torch.empty(batch, heads, last, dtype=torch.float32, device=k.device), JOINED
     join_tiles[(batch * heads * triton.cdiv(last, rows),)](partial, lse, parts, last, CHUNK=chunk, ROWS=rows)
     return lse
 

@@ -29,8 +29,11 @@ CHUNK_ELEMENTS = 1 << 25  # scores held at once while estimating in torch
 
 def most_columns(config: AttentionConfig, seq_len: int) -> int:
     """Sinks, and what the budget allows a head."""
-    most = min(config.cap, config.k_v) if config.budget == "fixed" else config.cap
-    return min(config.sinks + most, seq_len)
+    return min(config.sinks + _most_beside_sinks(config), seq_len)
+
+
+def _most_beside_sinks(config: AttentionConfig) -> int:
+    return min(config.cap, config.k_v) if config.budget == "fixed" else config.cap
 
 
 def build(q, k, place: Place, config: AttentionConfig, scale: float) -> DistanceIndex:
@@ -211,13 +214,12 @@ def _columns_by_kernels(mass, place: Place, config: AttentionConfig, cap: int, s
     else:
         best = mass
     fixed, total = config.budget == "fixed", min(config.last_q, place.layout.seq_len)
-    most = min(cap, config.k_v) if fixed else cap
     position, count, short = triton_budgets.columns(
         mass,
         best,
         position,
         wanted=float("inf") if fixed or config.p_v == 1.0 else config.p_v * total,
-        most=most,
+        most=min(cap, _most_beside_sinks(config)),
         sinks=sinks,
         width=most_columns(config, place.layout.seq_len),
     )
