@@ -76,6 +76,19 @@ def _work_by_hop(operator) -> list[torch.Tensor]:
     return [balance.work(index, layout, holds)[0] for index, layout in last]
 
 
+def step_values(*, loss: float, grad_norm, lr: float, meter: "Meter", operator, world) -> dict:
+    """Scalars of a logged step by tag. Collective."""
+    memory = torch.tensor(peak_memory_bytes(world.device) / 1e9, device=world.device)
+    return {
+        "train/loss": loss,
+        "train/grad_norm": grad_norm,
+        "train/lr": lr,
+        "speed/tokens_per_s": meter.tokens_per_s(),
+        "memory/peak_gb": world.max(memory).item(),
+        **attention_stats(operator, world),
+    }
+
+
 def summary(losses: list[float], values: dict, *, world: int, tokens_per_step: int) -> dict:
     """A run in figures: values are the latest ones by tag."""
     return {

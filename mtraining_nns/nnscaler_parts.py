@@ -28,7 +28,7 @@ from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import keep_tokenizer, texts_of
-from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes
+from mtraining_nns.metrics import Log, Meter, step_values
 from mtraining_nns.model import build_config, build_model, materialize
 from mtraining_nns.nnscaler_hf import TracedLoss
 from mtraining_nns.ops.layout import Layout
@@ -227,16 +227,10 @@ class RecipeHook(TrainHook):
         done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
         self.progress.losses.append(self.loss)
         if done % log.every == 0 or done in (1, train.steps):
-            memory = torch.tensor(peak_memory_bytes(self.world.device) / 1e9, device=self.world.device)
-            values = {
-                "train/loss": self.loss,
-                "train/grad_norm": metrics["gnorm"],
-                "train/lr": learning_rate(done - 1, train),
-                "speed/tokens_per_s": self.meter.tokens_per_s(),
-                "memory/peak_gb": self.world.max(memory).item(),
-                **attention_stats(nnscaler_ops.operator(), self.world),
-            }
-            self._say(done, values)
+            lr, measured = learning_rate(done - 1, train), {"meter": self.meter, "operator": nnscaler_ops.operator()}
+            self._say(
+                done, step_values(loss=self.loss, grad_norm=metrics["gnorm"], lr=lr, world=self.world, **measured)
+            )
         if self.recipe.data.eval_path and (done == train.steps or (log.eval_every and done % log.eval_every == 0)):
             self._say(done, {f"eval/loss_{name}": loss for name, loss in self._evaluate(trainer).items()})
 

@@ -21,7 +21,7 @@ from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import finish, keep_tokenizer, texts_of
-from mtraining_nns.metrics import Log, Meter, attention_stats, peak_memory_bytes, summary
+from mtraining_nns.metrics import Log, Meter, step_values, summary
 from mtraining_nns.model import CausalLMLoss, build_config, build_model, materialize
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.optim import build_optimizer, learning_rate, set_learning_rate
@@ -111,23 +111,16 @@ class Run:
 
     def report(self, step: int, result: StepResult) -> None:
         """Progress line and scalars of a step. Collective."""
-        memory = torch.tensor(peak_memory_bytes(self.world.device) / 1e9, device=self.world.device)
-        values = {
-            "train/loss": result.loss,
-            "train/grad_norm": result.grad_norm,
-            "train/lr": learning_rate(step, self.recipe.train),
-            "speed/tokens_per_s": self.meter.tokens_per_s(),
-            "memory/peak_gb": self.world.max(memory).item(),
-            **attention_stats(self.operator, self.world),
-        }
-        self.last.update(values)
-        self.log.write(step + 1, values)
-        self.log.line(step + 1, values)
+        lr = learning_rate(step, self.recipe.train)
+        measured = {"meter": self.meter, "operator": self.operator, "world": self.world}
+        self._say(step + 1, step_values(loss=result.loss, grad_norm=result.grad_norm, lr=lr, **measured))
 
     def evaluate(self, done: int) -> None:
         """Held-out losses of the weights after `done` steps. Collective."""
         losses = evaluate(self.model, self.operator, self.recipe, self.world)
-        values = {f"eval/loss_{name}": loss for name, loss in losses.items()}
+        self._say(done, {f"eval/loss_{name}": loss for name, loss in losses.items()})
+
+    def _say(self, done: int, values: dict) -> None:
         self.last.update(values)
         self.log.write(done, values)
         self.log.line(done, values)
