@@ -19,9 +19,11 @@ import torch
 from transformers import AutoConfig
 
 from mtraining_nns import checkpoint, nnscaler_states
+from mtraining_nns.data import tokenizer as tokenizers
 from mtraining_nns.data.atomic import new_folder
 from mtraining_nns.errors import UserError
 from mtraining_nns.model import build_model, greedy_generation, materialize
+from mtraining_nns.pretrained import Pretrained
 from mtraining_nns.recipe import Recipe
 from mtraining_nns.rope import rope_of
 from mtraining_nns.weights import named_weights, read_tensors
@@ -49,6 +51,24 @@ def export(source: str, out: str) -> None:
     check_out(out)
     lm = read(path, getattr(torch, recipe.model.dtype))
     publish(lm, recipe, out, checkpoint.read_json(path, "generation_config.json"), os.path.join(run, TOKENIZER))
+
+
+def convert(source: str, out: str, dtype: str = "bfloat16") -> None:
+    """Write the HuggingFace folder `out` from a GGUF file, its weights in `dtype`."""
+    model = Pretrained.at(source)
+    if not model.is_gguf:
+        raise UserError(f"{source} is a HuggingFace folder already; give a .gguf file")
+    if os.path.exists(out):
+        raise UserError(f"{out} exists; give the path of a new folder")
+    config, tokenizer = model.config(), model.tokenizer()
+    unpacked = named_weights(model.causal_lm(dtype=torch.float32))
+    lm = _empty_model(config, getattr(torch, dtype))
+    for name, weight in named_weights(lm).items():
+        weight.detach().copy_(unpacked[name])
+    with new_folder(Path(out)) as folder:
+        lm.save_pretrained(folder)
+        (folder / "config.json").write_text(config_text(lm.config), encoding="utf-8")
+        tokenizers.save(tokenizer, folder)
 
 
 def finish(recipe: Recipe, path: str, found: dict) -> None:
@@ -99,21 +119,25 @@ def publish(lm, recipe: Recipe, out: str, generation: dict, tokenizer: str) -> N
 
 def read_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     """Causal LM of a checkpoint on the CPU in `dtype`, its rope tables in fp32."""
-    lm = _empty_model(path, dtype)
+    lm = _empty_model(_config_of(path), dtype)
     read_tensors({f"weight/{name}": tensor for name, tensor in named_weights(lm).items()}, path, alone=True)
     return lm.eval()
 
 
 def read_nnscaler_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     """The same of a checkpoint of nnScaler's Trainer."""
-    lm, stored = _empty_model(path, dtype), nnscaler_states.merged_weights(path)
+    lm, stored = _empty_model(_config_of(path), dtype), nnscaler_states.merged_weights(path)
     for name, weight in named_weights(lm).items():
         weight.detach().copy_(stored[name])
     return lm.eval()
 
 
-def _empty_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
-    lm = build_model(AutoConfig.from_pretrained(path, local_files_only=True), seed=None).to(dtype)
+def _config_of(path: str):
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _empty_model(config, dtype: torch.dtype) -> torch.nn.Module:
+    lm = build_model(config, seed=None).to(dtype)
     materialize(lm, "cpu")
     return lm
 

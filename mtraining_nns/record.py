@@ -8,22 +8,19 @@ safetensors, or a GGUF file (needs the package gguf). No code from the folder is
 """
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mtraining_nns import hf
-from mtraining_nns.data import tokenizer as tokenizers
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.huggingface import TextTokenizer
 from mtraining_nns.eval.text import TextSource, read_source
 from mtraining_nns.loss import IGNORE
-from mtraining_nns.model import CausalLMLoss, check_layers, check_pretrained, recompute_layers
+from mtraining_nns.model import CausalLMLoss, check_layers, recompute_layers
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.ring import Ring
+from mtraining_nns.pretrained import Pretrained
 from mtraining_nns.recording import Recording
 from mtraining_nns.rope import rope_of, with_rope
 from mtraining_nns.sparsity import MASS, Sparsity, Tap, sampled_rows
@@ -58,7 +55,7 @@ class Request:
 
 def record(request: Request) -> Recording:
     """Indices of all layers on the text. UserError for a model, a text or a length that cannot be used."""
-    source = _source(request.model)
+    source = Pretrained.at(request.model)
     config, seq_len = _config(source, request)
     check_layers(request.attention, config)
     ids, text = _tokens(source, request, seq_len)
@@ -91,24 +88,9 @@ def sparsity_table(recording: Recording) -> str:
     return align(rows)
 
 
-def _source(model: str) -> dict:
-    """How transformers is told where the model lies."""
-    path = Path(model)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"there is no file {model}; give a model folder or a .gguf file")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if not path.is_dir():
-        raise UserError(
-            f"{model} is no folder and no .gguf file; for a hub model run: hf download {model} --local-dir DIR"
-        )
-    check_pretrained(model)
-    return {"pretrained_model_name_or_path": model}
-
-
-def _config(source: dict, request: Request):
+def _config(source: Pretrained, request: Request):
     """(transformers config with the rope of the request, tokens to read)."""
-    config = _transformers(AutoConfig, source, trust_remote_code=False)
+    config = source.config()
     limit = config.max_position_embeddings
     seq_len = request.seq_len or limit
     if request.rope_theta is None:
@@ -122,12 +104,9 @@ def _config(source: dict, request: Request):
     return with_rope(config, rope, base_length=limit, trained_length=max(seq_len, limit)), seq_len
 
 
-def _tokens(source: dict, request: Request, seq_len: int) -> tuple[torch.Tensor, TextSource]:
+def _tokens(source: Pretrained, request: Request, seq_len: int) -> tuple[torch.Tensor, TextSource]:
     """(int64 [S], where from): the beginning of the text, opened as the model's tokenizer opens texts."""
-    if "gguf_file" in source:
-        tokenizer = TextTokenizer(_transformers(AutoTokenizer, source))
-    else:
-        tokenizer = TextTokenizer(tokenizers.load(request.model))
+    tokenizer = TextTokenizer(source.tokenizer())
     text = read_source(request.text, max_bytes=BYTES_PER_TOKEN * seq_len)
     opening = [] if tokenizer.first is None else [tokenizer.first]
     ids = torch.cat([torch.tensor(opening, dtype=torch.long), tokenizer.stream(text.documents)])[:seq_len]
@@ -139,27 +118,11 @@ def _tokens(source: dict, request: Request, seq_len: int) -> tuple[torch.Tensor,
     return ids, text
 
 
-def _load(source: dict, config):
+def _load(source: Pretrained, config):
     hf.register()
-    options = {"attn_implementation": hf.NAME, "dtype": torch.float32, "output_loading_info": True}
-    if "gguf_file" not in source:
-        options["use_safetensors"] = True
-    lm, loading = _transformers(AutoModelForCausalLM, source, config=config, trust_remote_code=False, **options)
-    broken = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
-    if broken:
-        place = source["pretrained_model_name_or_path"]
-        raise UserError(f"the model in {place} lacks {len(broken)} weights, first {broken[0]}; take a whole one")
+    lm = source.causal_lm(config, dtype=torch.float32, attn_implementation=hf.NAME)
     hf.rope_check(lm)
     return lm
-
-
-def _transformers(kind, source: dict, **options):
-    """from_pretrained of one of transformers' Auto classes, local files only, errors in one line."""
-    try:
-        return kind.from_pretrained(**source, local_files_only=True, **options)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{source['pretrained_model_name_or_path']} cannot be loaded: {reason}") from error
 
 
 def _operator(request: Request) -> Operator:

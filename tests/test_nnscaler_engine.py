@@ -24,23 +24,23 @@ pytestmark = [
 RUN = ["train.steps=4", "train.recompute=true", "train.accumulation=2", "log.eval_every=2"]
 
 
-def train(folder: Path, name: str, world: int, *overrides: str) -> dict:
-    """Summary of a run of the recipe of `folder` in folder/name."""
-    found = start(folder, name, world, *overrides)
+def train(folder: Path, name: str, world: int, *overrides: str, gpus: str = "") -> dict:
+    """Summary of a run of the recipe of `folder` in folder/name, on the CPU unless `gpus` names devices."""
+    found = start(folder, name, world, *overrides, gpus=gpus)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     return json.loads((folder / name / "summary.json").read_text(encoding="utf-8"))
 
 
-def start(folder: Path, name: str, world: int, *overrides: str):
+def start(folder: Path, name: str, world: int, *overrides: str, gpus: str = ""):
     line = command(folder, name, "--standalone", f"--nproc-per-node={world}", overrides=overrides)
-    return subprocess.run(line, **PIPED, env=on_cpu(), cwd=folder, timeout=400)
+    return subprocess.run(line, **PIPED, env=visible(gpus), cwd=folder, timeout=400)
 
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
-def on_cpu() -> dict[str, str]:
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+def visible(gpus: str = "") -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
 
 
 def command(folder: Path, name: str, *launch: str, overrides=()) -> list[str]:
@@ -102,7 +102,7 @@ def test_two_machines_share_a_folder(folder, expected):
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}"]
     line = command(folder, "machines", *launch, overrides=["parallel.engine=nnscaler"])
-    started = [subprocess.Popen(line, **PIPED, env=on_cpu(), cwd=folder) for _ in range(2)]
+    started = [subprocess.Popen(line, **PIPED, env=visible(), cwd=folder) for _ in range(2)]
     said = [process.communicate(timeout=400) for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(
         text[-3000:] for pair in said for text in pair
@@ -154,6 +154,19 @@ def test_bf16_and_tied_weights(folder):
         assert "lm_head.weight" not in weights(folder / f"bf16-{engine}")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("pattern", ["vertical_slash", "dense"])
+def test_the_engines_agree_on_two_gpus(folder, pattern):
+    on_gpus = ["train.precision=bf16", "train.seq_len=512", "attention.block=64", f"attention.pattern={pattern}"]
+    ours, theirs = (
+        train(folder, f"gpu-{pattern}-{engine}", 2, *on_gpus, f"parallel.engine={engine}", gpus="0,1")
+        for engine in ("nnscaler", "torch")
+    )
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+    assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-2)
+
+
 def test_code_of_another_run_is_not_run(folder, expected):
     """Another pattern, then another length, in the folder of a finished run; then the first again, without tracing."""
     once = ["parallel.engine=nnscaler", "train.steps=1", "log.eval_every=0"]
@@ -184,7 +197,7 @@ def test_stock_nnscaler_train_runs_the_resolved_file(folder, expected):
     resolve = ["mtraining_nns.cli", "resolve", str(folder / "recipe.yaml"), "--nproc", "2"]
 
     def call(*words: str) -> str:
-        done = subprocess.run([sys.executable, "-m", *words], **PIPED, env=on_cpu(), cwd=folder, timeout=400)
+        done = subprocess.run([sys.executable, "-m", *words], **PIPED, env=visible(), cwd=folder, timeout=400)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         return done.stdout
 

@@ -12,7 +12,19 @@ import sys
 from mtraining_nns import __version__, environment
 from mtraining_nns.errors import UserError
 
-VERBS = ("doctor", "prepare", "train", "export", "eval", "compare", "balance", "record", "parallelize", "resolve")
+VERBS = (
+    "doctor",
+    "prepare",
+    "convert",
+    "train",
+    "export",
+    "eval",
+    "compare",
+    "balance",
+    "record",
+    "parallelize",
+    "resolve",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
