@@ -32,7 +32,6 @@ def install() -> None:
     _patch_process_group()
     for name in NAMING_CUDA:
         importlib.import_module(name).torch = _TorchOnCpu()
-    _patch_tracer()
 
 
 class _Nothing:
@@ -101,19 +100,3 @@ def _patch_process_group() -> None:
         return start("gloo" if backend in (None, "nccl") else backend, *args, **kwargs)
 
     dist.init_process_group = distributed_c10d.init_process_group = init_process_group
-
-
-def _patch_tracer() -> None:
-    """The tracer says that every x.device is cuda, also where it runs elsewhere: x.to(y.device) would fail."""
-    from nnscaler.graph.tracer import pytree_utils, trace_strategy
-
-    place = trace_strategy.BaseTraceStrategy._place_tensors_to
-
-    def place_and_map(*args, device):
-        def here(wanted: torch.device) -> torch.device:
-            return torch.device(device) if wanted.type == "cuda" else wanted
-
-        placed = place(*args, device=device)
-        return pytree_utils.tree_map_only(torch.device, here, placed) if device in ("cpu", "meta") else placed
-
-    trace_strategy.BaseTraceStrategy._place_tensors_to = staticmethod(place_and_map)

@@ -203,6 +203,7 @@ def _ordered_traced(position_ids, settings, seq_len, process_group=None, whole=F
 
 
 nnscaler_meta.keep_types()
+nnscaler_meta.keep_devices()
 register_op(_attention_shapes, emit_fn=_with_ring, input_gen_fn=_queries, fake_fn=_attention_traced)(attention)
 register_op("b+ l+ e^, v^ e^, b+ l+ -> 1", fake_fn=_loss_traced)(linear_cross_entropy)
 register_op("b l -> b l", emit_fn=_with_order, fake_fn=_ordered_traced)(ordered)
