@@ -76,9 +76,9 @@ def _work_by_hop(operator) -> list[torch.Tensor]:
     return [balance.work(index, layout, holds)[0] for index, layout in last]
 
 
-def step_values(*, loss: float, grad_norm, lr: float, meter: "Meter", operator, world) -> dict:
+def step_values(*, loss: float, grad_norm, lr: float, peak_bytes: int, meter: "Meter", operator, world) -> dict:
     """Scalars of a logged step by tag. Collective."""
-    memory = torch.tensor(peak_memory_bytes(world.device) / 1e9, device=world.device)
+    memory = torch.tensor(peak_bytes / 1e9, device=world.device)
     return {
         "train/loss": loss,
         "train/grad_norm": grad_norm,

@@ -28,7 +28,7 @@ from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import keep_tokenizer, texts_of
-from mtraining_nns.metrics import Log, Meter, step_values
+from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values
 from mtraining_nns.model import build_config, build_model, materialize
 from mtraining_nns.nnscaler_hf import TracedLoss
 from mtraining_nns.ops.layout import Layout
@@ -169,7 +169,7 @@ class RecipeHook(TrainHook):
 
     def __init__(self, args: dict):
         self.recipe = Recipe.load(args["recipe"])
-        self.progress, self.unmarked, self.loss = Progress(), None, None
+        self.progress, self.unmarked, self.loss, self.peak_bytes = Progress(), None, None, 0
 
     def after_setup(self, trainer) -> None:
         """Open the log; the trainer has read its checkpoint."""
@@ -221,13 +221,18 @@ class RecipeHook(TrainHook):
                 f"step {step}: loss {self.loss}, gradient norm {norm}, samples {ids} of {self.recipe.data.path}"
             )
 
+    def after_optimizer_step(self, trainer) -> None:
+        """Memory before the trainer sets its peak back."""
+        self.peak_bytes = max(self.peak_bytes, peak_memory_bytes(self.world.device))
+
     def on_step_end(self, trainer, epoch, index, metrics, outputs) -> None:
         """Scalars and the progress line, held-out losses."""
         self.meter.__exit__()
         done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
         self.progress.losses.append(self.loss)
         if done % log.every == 0 or done in (1, train.steps):
-            lr, measured = learning_rate(done - 1, train), {"meter": self.meter, "operator": nnscaler_ops.operator()}
+            measured = {"meter": self.meter, "operator": nnscaler_ops.operator(), "peak_bytes": self.peak_bytes}
+            lr = learning_rate(done - 1, train)
             self._say(
                 done, step_values(loss=self.loss, grad_norm=metrics["gnorm"], lr=lr, world=self.world, **measured)
             )

@@ -21,7 +21,7 @@ from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import finish, keep_tokenizer, texts_of
-from mtraining_nns.metrics import Log, Meter, step_values, summary
+from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values, summary
 from mtraining_nns.model import CausalLMLoss, build_config, build_model, materialize
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.optim import build_optimizer, learning_rate, set_learning_rate
@@ -113,6 +113,7 @@ class Run:
         """Progress line and scalars of a step. Collective."""
         lr = learning_rate(step, self.recipe.train)
         measured = {"meter": self.meter, "operator": self.operator, "world": self.world}
+        measured["peak_bytes"] = peak_memory_bytes(self.world.device)
         self._say(step + 1, step_values(loss=result.loss, grad_norm=result.grad_norm, lr=lr, **measured))
 
     def evaluate(self, done: int) -> None:
