@@ -4,31 +4,32 @@
     engine.generate([[1, 15, 7]], max_new_tokens=8)   # new tokens only
     engine.nll(token_ids)                             # [S] -> [S-1] fp32
 
-attention "dense" is PyTorch's scaled dot product attention; "mtraining" reads the prompt with the sparse attention that
-the folder was trained with (its mtraining.json) and decodes densely. Only safetensors, never code from the folder.
-Not for throughput: prompts run one by one, since the sparse attention takes no padding.
+attention: a name of `attentions.py`; "dense" is PyTorch's scaled dot product attention, the others read the prompt with
+the operator and decode densely. Only safetensors, never code from the folder.
+Prompts are read one by one and decode together.
 """
 
 import dataclasses
-import json
+import inspect
 import re
+from contextlib import contextmanager
+from itertools import accumulate, takewhile
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from mtraining_nns import hf
 from mtraining_nns.data import tokenizer as tokenizers
 from mtraining_nns.errors import UserError
+from mtraining_nns.eval.attentions import attention_of, check_names
 from mtraining_nns.ops.attention import Operator
-from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.ring import Ring
 
-ATTENTIONS = {"dense": "sdpa", "mtraining": "mtraining"}  # ours -> transformers' attn_implementation
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # config keys that nll() does not apply
+BATCH_TOKENS = 1 << 17  # keys held for prompts that decode together
 LOSS_CHUNK = 1024  # positions whose logits exist at once
 
 
@@ -98,75 +99,31 @@ def weights_dtype(model_dir: str | Path) -> str:
     return str(config.dtype or torch.float32).removeprefix("torch.")
 
 
-def load_attention(model_dir: str | Path, overrides: dict | None = None) -> AttentionConfig:
-    """The attention a folder was trained with: its mtraining.json, with `overrides` on top.
-
-    Without a mtraining.json the overrides alone say it; without either it is a UserError, never a default.
-    """
-    path = model_folder(model_dir) / "mtraining.json"
-    if not path.is_file() and not overrides:
-        raise UserError(
-            f"{path} does not exist, so the trained attention is unknown; evaluate an exported folder, "
-            "say it with --attention-config k=v, or use --attention dense"
-        )
-    try:
-        fields = dict(json.loads(path.read_text())["attention"]) if path.is_file() else {}
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is no record of an attention ({reason}); export the model again") from error
-    fields.update(overrides or {})
-    known = [field.name for field in dataclasses.fields(AttentionConfig)]
-    unknown = sorted(set(fields) - set(known))
-    if unknown:
-        raise UserError(f"unknown attention key {unknown[0]!r}; known are {', '.join(known)}")
-    try:
-        return AttentionConfig(**fields)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"attention of {path.parent}: {error}") from error
-
-
-def check_names(attention: str, dtype: str | None) -> None:
-    """UserError for a method of attention or a dtype that no engine knows."""
-    if attention not in ATTENTIONS or dtype not in (None, *DTYPES):
-        raise UserError(
-            f"attention must be one of {', '.join(ATTENTIONS)} and dtype one of {', '.join(DTYPES)}, "
-            f"got attention={attention!r}, dtype={dtype!r}"
-        )
-
-
-def attention_of(model_dir, attention: str, given: AttentionConfig | dict | None) -> AttentionConfig | None:
-    """What a method of attention computes: None for "dense"; given: a config, or changes to the folder's own."""
-    if attention != "mtraining":
-        if given is not None:
-            raise UserError(f"attention_config is for attention='mtraining', got attention={attention!r}; drop one")
-        return None
-    return given if isinstance(given, AttentionConfig) else load_attention(model_dir, given)
-
-
 class HuggingFaceEngine:
     """One model folder, loaded. Errors are UserError and name the folder and the fix.
 
-    attention_config: AttentionConfig, or a dict of overrides on the folder's mtraining.json; only for "mtraining"
-    dtype: a key of DTYPES, None takes the dtype of the weights. device: None takes the GPU if there is one.
+    attention_config, budgets: as for `attention_of`. dtype: of DTYPES, None takes the dtype of the weights.
+    device: None takes the GPU if there is one.
     """
 
-    batch_size = 1  # the sparse attention takes no padding
+    batch_size = 32  # prompts that are asked at once; each is read alone, for the sparse attention takes no padding
 
-    def __init__(self, model_dir, attention="dense", attention_config=None, device=None, dtype=None):
+    def __init__(self, model_dir, attention="dense", attention_config=None, budgets=None, device=None, dtype=None):
         check_names(attention, dtype)
         self.model_dir, self.attention = model_folder(model_dir), attention
         self.device = _device(device)
-        self.attention_config = attention_of(model_dir, attention, attention_config)
+        self.attention_config = attention_of(self.model_dir, attention, attention_config, budgets)
         self.context_limit = context_limit(model_dir)
-        self.model = self._load("auto" if dtype is None else DTYPES[dtype])
+        self.model = self._load("auto" if dtype is None else getattr(torch, dtype))
 
     def _load(self, dtype):
-        if self.attention == "mtraining":
+        sparse = self.attention_config is not None
+        if sparse:
             hf.register()
         try:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 self.model_dir,
-                attn_implementation=ATTENTIONS[self.attention],
+                attn_implementation=hf.NAME if sparse else "sdpa",
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -178,14 +135,14 @@ class HuggingFaceEngine:
         if broken:
             raise UserError(f"{self.model_dir} lacks {len(broken)} weights, first {broken[0]}; export it again")
         model = model.to(self.device).eval()
-        if self.attention == "mtraining":
+        if sparse:
             try:
                 hf.attach(model, Operator(self.attention_config, Ring.single(), self.device.type))
             except ValueError as error:
-                raise UserError(f"{self.model_dir} cannot use its trained attention: {error}") from error
-        self.greedy = _greedy(end_tokens(self.model_dir))
-        # generate() fills whatever a given config leaves open from the model's own, so the folder's must go.
-        model.generation_config = GenerationConfig()
+                raise UserError(f"{self.model_dir} cannot use the attention {self.attention}: {error}") from error
+        self.ends = end_tokens(self.model_dir)
+        names = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # the older name, until transformers 5.23
         return model
 
     @property
@@ -200,16 +157,74 @@ class HuggingFaceEngine:
         """
         for prompt in prompts:
             self._check_length(len(prompt) + max_new_tokens)
-        outputs = []
-        for prompt in prompts:
-            input_ids = torch.tensor([prompt], device=self.device)
-            generated = self.model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                generation_config=GenerationConfig(**self.greedy, max_new_tokens=max_new_tokens),
+        answers = []
+        while len(answers) < len(prompts):
+            left = prompts[len(answers) :]
+            answers += self._answer(left[: self._together(left, max_new_tokens)], max_new_tokens)
+        return answers
+
+    def _together(self, prompts: list[list[int]], max_new_tokens: int) -> int:
+        """How many of the first prompts, at least one, decode at once: padded to the longest, BATCH_TOKENS in all."""
+        longest = accumulate(map(len, prompts), max)
+        fits = takewhile(lambda found: found[0] * (found[1] + max_new_tokens) <= BATCH_TOKENS, enumerate(longest, 1))
+        return max(1, len(list(fits)))
+
+    def _answer(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """Each prompt is read alone and gives its first token; then all decode together, padded on the left."""
+        read = [self._read(prompt) for prompt in prompts]
+        firsts = [first for first, _ in read]
+        going = [row for row, first in enumerate(firsts) if max_new_tokens > 1 and first not in self.ends]
+        answers = [[first] for first in firsts]
+        if not going:
+            return answers
+        lengths = torch.tensor([len(prompts[row]) for row in going], device=self.device)
+        cache = _joined([read[row][1] for row in going], int(lengths.max()))
+        del read
+        with self._decoding():
+            found = self._decode(cache, lengths, [firsts[row] for row in going], max_new_tokens - 1)
+        for row, tokens in zip(going, found):
+            length = next((place + 1 for place, token in enumerate(tokens) if token in self.ends), len(tokens))
+            answers[row] += tokens[:length]
+        return answers
+
+    def _decode(self, cache, lengths: torch.Tensor, firsts: list[int], steps: int) -> list[list[int]]:
+        """Greedy continuations of rows of `lengths` tokens in a cache that is padded on the left."""
+        width, ends = int(lengths.max()), torch.tensor(self.ends, dtype=torch.long, device=self.device)
+        mask = (torch.arange(width + steps, device=self.device) >= width - lengths[:, None]).long()
+        tokens = torch.tensor(firsts, device=self.device)[:, None]
+        ended, found = torch.zeros_like(lengths, dtype=torch.bool), []
+        for step in range(steps):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=mask[:, : width + step + 1],
+                position_ids=lengths[:, None] + step,
+                use_cache=True,
+                **{self.cache_name: cache},
             )
-            outputs.append(generated[0, len(prompt) :].tolist())
-        return outputs
+            tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+            found.append(tokens)
+            ended |= torch.isin(tokens[:, 0], ends)
+            if ended.all():
+                break
+        return torch.cat(found, 1).tolist()
+
+    def _read(self, prompt: list[int]) -> tuple[int, DynamicCache]:
+        """(the first token of the answer, keys and values of the prompt)."""
+        input_ids, cache = torch.tensor([prompt], device=self.device), DynamicCache()
+        found = self.model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
+        return int(found.logits[0, -1].argmax()), cache
+
+    @contextmanager
+    def _decoding(self):
+        """Dense attention with a mask of the padding, which the operator does not take."""
+        if self.attention_config is None:
+            yield
+            return
+        self.model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(hf.NAME)
 
     @torch.no_grad()
     def nll(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -236,7 +251,7 @@ class HuggingFaceEngine:
             "attention_config": config,
             "dtype": self.dtype,
             "device": self.device.type,
-            "generation": self.greedy,
+            "generation": {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": self.ends},
         }
 
     def close(self) -> None:
@@ -246,6 +261,21 @@ class HuggingFaceEngine:
         check_length(tokens, self.context_limit, self.model_dir)
 
 
+def _joined(caches: list[DynamicCache], width: int) -> DynamicCache:
+    """One cache of a row each, padded on the left to `width` tokens; empties the others."""
+    joined = DynamicCache()
+    for number in range(len(caches[0].layers)):
+        keys, values = ([], [])
+        for cache in caches:
+            layer = cache.layers[number]
+            pad = (0, 0, width - layer.keys.shape[2], 0)
+            keys.append(torch.nn.functional.pad(layer.keys, pad))
+            values.append(torch.nn.functional.pad(layer.values, pad))
+            layer.keys = layer.values = None
+        joined.update(torch.cat(keys), torch.cat(values), number)
+    return joined
+
+
 def check_length(tokens: int, limit: int | None, model_dir: str | Path, name="max_position_embeddings") -> None:
     """UserError if `tokens` (prompt plus generation) exceed the model's limit, or another one of that name."""
     if limit is not None and tokens > limit:
@@ -253,19 +283,6 @@ def check_length(tokens: int, limit: int | None, model_dir: str | Path, name="ma
             f"{tokens} tokens exceed {name}={limit} of {model_dir}; "
             "use a shorter length or a checkpoint exported for this one"
         )
-
-
-def _greedy(ends: list[int]) -> dict:
-    """Greedy decoding, said explicitly; the folder contributes only the token ids that end a text."""
-    return {
-        "do_sample": False,
-        "num_beams": 1,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "repetition_penalty": 1.0,
-        "eos_token_id": ends or None,
-        "pad_token_id": ends[0] if ends else 0,
-    }
 
 
 def _device(name: str | None) -> torch.device:

@@ -4,8 +4,8 @@
     engine.generate([[1, 15, 7]], max_new_tokens=8)   # new tokens only
     engine.nll(token_ids)                             # [S] -> [S-1] fp32
 
-attention "dense" is vLLM's own; "mtraining" reads prompts with the sparse attention that the folder was trained with
-(`mtraining_nns/vllm_plugin`) and decodes with vLLM's own. vLLM shortens a generation that would pass its limit and says
+attention: a name of `attentions.py`; "dense" is vLLM's own, the others read prompts with the operator
+(`mtraining_nns/vllm_plugin`) and decode with vLLM's own. vLLM shortens a generation that would pass its limit and says
 nothing, so lengths are checked here. Only safetensors, never code from the folder.
 """
 
@@ -16,10 +16,9 @@ import torch
 
 from mtraining_nns import environment
 from mtraining_nns.errors import UserError
+from mtraining_nns.eval.attentions import attention_of, check_names
 from mtraining_nns.eval.huggingface import (
-    attention_of,
     check_length,
-    check_names,
     context_limit,
     end_tokens,
     model_folder,
@@ -33,18 +32,20 @@ TOGETHER = 64  # prompts that are asked at once where attention is dense
 class VllmEngine:
     """One model folder, loaded. Errors are UserError and name the folder and the fix.
 
-    max_tokens: of the longest prompt with what is generated. attention_config: as for HuggingFaceEngine. gpus: over
-    which vLLM splits the model.
+    max_tokens: of the longest prompt with what is generated. attention_config, budgets: as for `attention_of`. gpus:
+    over which vLLM splits the model.
     """
 
-    def __init__(self, model_dir, *, max_tokens: int, attention="dense", attention_config=None, dtype=None, gpus=1):
+    def __init__(
+        self, model_dir, *, max_tokens: int, attention="dense", attention_config=None, budgets=None, dtype=None, gpus=1
+    ):
         check_names(attention, dtype)
         self.model_dir, self.attention = model_folder(model_dir), attention
-        self.attention_config = attention_of(model_dir, attention, attention_config)
+        self.attention_config = attention_of(self.model_dir, attention, attention_config, budgets)
         self.context_limit = context_limit(model_dir)
         check_length(max_tokens, self.context_limit, model_dir)
         self.max_tokens, self.batch_size = max_tokens, TOGETHER if attention == "dense" else 1
-        self.version = check_vllm(sparse=attention == "mtraining")
+        self.version = check_vllm(sparse=attention != "dense")
         self.ends = end_tokens(self.model_dir)
         self.llm = self._load(dtype or weights_dtype(self.model_dir), gpus)
 
@@ -54,7 +55,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         options = {}
-        if self.attention == "mtraining":
+        if self.attention_config is not None:
             options = {
                 "additional_config": {"mtraining": dataclasses.asdict(self.attention_config)},
                 "enable_chunked_prefill": False,

@@ -20,11 +20,17 @@ from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.ops.passes import Call, aligned, attend, set_out
-from mtraining_nns.ops.patterns import Place, dense, moba, vertical_slash, xattention
+from mtraining_nns.ops.patterns import Place, dense, flexprefill, moba, vertical_slash, xattention
 from mtraining_nns.ops.ring import Ring, RingError, placing
 from mtraining_nns.ops.store import IndexStore
 
-PATTERNS = {"dense": dense, "vertical_slash": vertical_slash, "xattention": xattention, "moba": moba}
+PATTERNS = {
+    "dense": dense,
+    "vertical_slash": vertical_slash,
+    "xattention": xattention,
+    "moba": moba,
+    "flexprefill": flexprefill,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,16 +73,17 @@ class Operator:
 
         self._know(q.shape[3], q.shape[2], k.shape[2], q.dtype)
         backend, place = kernels.load(self.choice(layout.seq_len, layer)[0]), Place(layout, self.ring)
+        config = self.config.of_layer(layer)
 
         def build():
             with placing(f"estimate of layer {layer}"):
-                return self._pattern(layer, layout).build(q, k, place, self.config, scale)
+                return self._pattern(layer, layout).build(q, k, place, config, scale)
 
         with torch.autocast(q.device.type, enabled=False):
             dense = self._keeps_all(layer, layout.seq_len)
-            columns = 0 if dense else PATTERNS[self.config.pattern].most_columns(self.config, layout.seq_len)
+            columns = 0 if dense else PATTERNS[config.pattern].most_columns(config, layout.seq_len)
             # keys travel during the estimate
-            start = set_out(q, k, v, place, backend, layer, block=self.config.block, dense=dense, columns=columns)
+            start = set_out(q, k, v, place, backend, layer, block=config.block, dense=dense, columns=columns)
             sizes = f"q {tuple(q.shape)} of {layout.seq_len} tokens"
             token, index = self.store.take_or_build(layer, sizes, build, keep=torch.is_grad_enabled())
             self.last[layer] = index, layout
@@ -98,6 +105,12 @@ class Operator:
                 f"query heads must be a multiple of key heads, and neither they nor the head dim 0,"
                 f" got {heads} query heads, {kv_heads} key heads, head dim {head_dim}"
             )
+        for row in self.config.head_budgets:
+            if len(row) != heads:
+                raise ValueError(
+                    f"attention.head_budgets has a layer of {len(row)} heads, the model has {heads} query heads; take"
+                    " the file of this model"
+                )
         self.shape = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
 
     def choice(self, seq_len: int | None = None, layer: int | None = None) -> tuple[str, str]:

@@ -7,7 +7,7 @@ exported checkpoint. It describes the model, never the machine, except `backend`
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-PATTERNS = ("dense", "vertical_slash", "xattention", "moba")
+PATTERNS = ("dense", "vertical_slash", "xattention", "moba", "flexprefill")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 BUDGETS = ("top_p", "fixed")
 BACKENDS = ("auto", "torch", "triton", "cute", "cuda")
@@ -32,12 +32,14 @@ class AttentionConfig:
     p_s: float = 0.95  # share of attention mass that the kept slash bins must reach
     k_v: int = 1024  # budget "fixed": columns per head
     k_s: int = 64  # budget "fixed": slash bins per head, each `block` distances wide
+    head_budgets: tuple[tuple[tuple[int, int], ...], ...] = ()  # budget "fixed": (k_v, k_s) of each head of each layer
     cap: int = 4096  # most columns a head may keep beside the sinks; reaching it is counted and logged
     last_q: int = 64  # queries at the end of the sequence that the estimate looks at; 256 follows small models closer
     sinks: int = 64  # first keys, always kept
     local: int = 1024  # nearest keys, always kept
     stride: int = 16  # xattention: tokens of a group, whose antidiagonals stand for the attention of two groups
-    threshold: float = 0.9  # xattention: share of a query block's estimated mass that its kept blocks must reach
+    threshold: float = 0.9  # xattention, flexprefill: share of the estimated mass that kept blocks must reach
+    tau: float = 0.1  # flexprefill: a head whose two estimates are less than this apart chooses blocks by query
     chunk: int = 4096  # moba: keys that a query takes or leaves together
     top_k: int = 12  # moba: chunks of each query, its own included
     dense_layers: tuple[int, ...] = ()  # layers that keep every key
@@ -46,8 +48,8 @@ class AttentionConfig:
     deterministic: bool = False
 
     def __post_init__(self):
-        if isinstance(self.dense_layers, list):  # YAML has no tuples
-            object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name in ("dense_layers", "head_budgets"):
+            object.__setattr__(self, name, _tuples(getattr(self, name)))  # YAML and JSON have none
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), field.type)
             _check_size(field.name, getattr(self, field.name))
@@ -87,6 +89,9 @@ class AttentionConfig:
             value = getattr(self, name)
             if value != "auto" and value < 0:
                 raise ValueError(f"attention.{name} must not be negative, got {value}; use 0 for none")
+        if not 0.0 <= self.tau <= 1.0:
+            raise ValueError(f"attention.tau must lie in [0, 1], got {self.tau}; 0 chooses no head's blocks by query")
+        _check_head_budgets(self)
         if any(type(layer) is not int or layer < 0 for layer in self.dense_layers):
             raise ValueError(f"attention.dense_layers must list layer numbers from 0, got {list(self.dense_layers)}")
 
@@ -95,8 +100,21 @@ class AttentionConfig:
         below = CROSSOVER if self.dense_below == "auto" else self.dense_below
         return replace(self, granularity=self.stripe, dense_below=below)
 
+    def of_layer(self, layer: int) -> "AttentionConfig":
+        """The settings with `head_budgets` of that layer alone, and k_v and k_s the largest of them."""
+        if not self.head_budgets:
+            return self
+        budgets = self.head_budgets[layer]
+        columns, bins = (max(numbers) for numbers in zip(*budgets))
+        return replace(self, k_v=columns, k_s=bins, head_budgets=(budgets,))
+
     def check_layers(self, layers: int) -> None:
-        """ValueError where a layer is named that a model of so many has not."""
+        """ValueError where the settings are of a model with another number of layers."""
+        if self.head_budgets and len(self.head_budgets) != layers:
+            raise ValueError(
+                f"attention.head_budgets is for {len(self.head_budgets)} layers, the model has {layers}; take the file"
+                " of this model"
+            )
         beyond = [layer for layer in self.dense_layers if layer >= layers]
         if beyond:
             raise ValueError(
@@ -123,6 +141,31 @@ def shortest(config: AttentionConfig, seq_len: int, world: int) -> tuple[int, st
     return (world - 1) * chunk + 1, f"a part of {chunk} tokens"
 
 
+def _tuples(value):
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _check_head_budgets(config: AttentionConfig) -> None:
+    layers = config.head_budgets
+    if not layers:
+        return
+    if config.pattern != "vertical_slash" or config.budget != "fixed":
+        raise ValueError(
+            f"attention.head_budgets is for pattern vertical_slash with budget fixed, got {config.pattern} with"
+            f" {config.budget}; set both"
+        )
+    pairs = [pair for heads in layers if isinstance(heads, tuple) for pair in heads]
+    if not all(isinstance(heads, tuple) and heads for heads in layers) or not all(map(_is_budget, pairs)):
+        raise ValueError(
+            "attention.head_budgets must be a list of layers, each a list of heads, each a pair (k_v, k_s) of numbers"
+            f" from 1, got {str(layers)[:80]}"
+        )
+
+
+def _is_budget(pair) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(type(x) is int and 1 <= x <= MOST for x in pair)
+
+
 def _check_type(name: str, value, expected: type) -> None:
     """bool is no number here, and a whole number will do for a share."""
     kinds = {
@@ -130,6 +173,7 @@ def _check_type(name: str, value, expected: type) -> None:
         int | None: (int, type(None)),
         int | Literal["auto"]: (int, "auto"),
         tuple[int, ...]: (tuple,),
+        tuple[tuple[tuple[int, int], ...], ...]: (tuple,),
     }.get(expected, (expected,))
     if type(value) not in kinds and not (isinstance(value, str) and value in kinds):
         names = {tuple: "a list", type(None): "null", "auto": "auto"}

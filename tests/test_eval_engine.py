@@ -1,6 +1,7 @@
 """The HuggingFace engine and `mtraining eval` on a tiny random Llama: greedy is greedy, losses equal the plain ones."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from mtraining_nns import cli
 from mtraining_nns.cli.eval import parse_length, parse_overrides
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval import huggingface, report
-from mtraining_nns.eval.huggingface import HuggingFaceEngine, load_attention
+from mtraining_nns.eval.attentions import load_attention
+from mtraining_nns.eval.huggingface import HuggingFaceEngine
 from mtraining_nns.eval.perplexity import PerplexityConfig, position_nll
 
 SPARSE = {"block": 64, "budget": "fixed", "k_v": 8, "k_s": 1, "sinks": 4, "local": 64, "last_q": 16}
@@ -66,6 +68,24 @@ def test_greedy_equals_argmax_of_the_plain_model(dense, plain):
     prompt = torch.tensor(prompts[:1])
     hf = plain.generate(prompt, max_new_tokens=32, do_sample=False, num_beams=1)
     assert dense.generate(prompts[:1], 32)[0] == hf[0, 100:].tolist()
+
+
+@pytest.mark.parametrize("attention", ["dense", "mtraining"])
+def test_prompts_that_decode_together_are_as_alone(folder, tmp_path, monkeypatch, attention):
+    """Unequal lengths, one that ends at once, one that ends early; then no room for two at a time."""
+    prompts = [tokens(length).tolist() for length in (300, 33, 150, 64, 299)]
+    alone = HuggingFaceEngine(folder, attention=attention, device="cpu")
+    whole = [alone.generate([prompt], 12)[0] for prompt in prompts]
+    assert alone.generate(prompts, 12) == whole and alone.generate(prompts, 1) == [tokens[:1] for tokens in whole]
+    shutil.copytree(folder, tmp_path / "ends")
+    ends = [whole[1][0], whole[2][5]]
+    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    engine = HuggingFaceEngine(tmp_path / "ends", attention=attention, device="cpu")
+    expected = [tokens[: min((tokens.index(end) + 1 for end in ends if end in tokens), default=12)] for tokens in whole]
+    assert len(expected[1]) == 1 and 1 < len(expected[2]) <= 6
+    assert engine.generate(prompts, 12) == expected
+    monkeypatch.setattr(huggingface, "BATCH_TOKENS", 1)
+    assert engine.generate(prompts, 12) == expected
 
 
 def test_the_folders_generation_config_changes_nothing(tmp_path, plain):
@@ -133,7 +153,7 @@ def test_where_the_attention_comes_from(folder, tmp_path):
     for wrong in ({"kv": 3}, {"p_v": 2.0}, {"p_v": "much"}, {"pattern": "stripes"}):
         with pytest.raises(UserError):
             load_attention(folder, wrong)
-    with pytest.raises(UserError, match="attention_config is for"):
+    with pytest.raises(UserError, match="changes are for a sparse attention"):
         HuggingFaceEngine(bare, attention_config={"block": 64})
 
 
@@ -229,7 +249,7 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys, attention):
         ("--lengths 2k --suite ruler --tasks qa_1 --squad none.json", "none.json cannot be read"),
         ("--lengths 1k --prompt chat", "no chat template; use --prompt base"),
         ("--lengths 1k --attention-config p_v", "key=value"),
-        ("--lengths 1k --attention-config p_v=0.5", "attention_config is for"),
+        ("--lengths 1k --attention-config p_v=0.5", "changes are for"),
         ("--lengths 1k --text missing", "does not exist"),
         ("--lengths 1k --out /dev/null/out", "results folder /dev/null/out cannot be made"),
         ("--lengths 1k --attention mtraining", "mtraining.json does not exist"),
@@ -251,3 +271,35 @@ def test_lengths_and_overrides():
         "dense_layers": [0, 1],
         "budget": "fixed",
     }
+
+
+def test_methods_of_attention_by_name(folder, dense, tmp_path, capsys):
+    """Budgets that a recording counted; each method reads otherwise than the dense engine, and keeps all if told so."""
+    text, budgets = tmp_path / "text.txt", tmp_path / "budgets.json"
+    text.write_text("A plain sentence about nothing. " * 60)
+    record = [str(folder), str(text), "--out", str(tmp_path / "index.safetensors"), "--budgets", str(budgets)]
+    few = ["attention.p_v=0.2", "attention.p_s=0.2", "attention.sinks=4", "attention.local=0", "attention.block=64"]
+    assert cli.main(["record", *record, "--seq-len", "1000", *few]) == 0, capsys.readouterr().err
+    found = json.loads(budgets.read_text())["budgets"]
+    config = dense.model.config
+    assert len(found) == config.num_hidden_layers and {len(heads) for heads in found} == {config.num_attention_heads}
+    assert all(1 <= columns < 1000 and 1 <= bins < 16 for heads in found for columns, bins in heads)
+    ids = tokens(1000)
+    methods = {
+        "minference": ({"budgets": budgets}, {"local": 4096}),
+        "flexprefill": ({}, {"threshold": 1.0}),
+    }
+    for name, (given, all_of_them) in methods.items():
+        small = {"block": 64, "sinks": 4, "local": 64}
+        sparse = HuggingFaceEngine(folder, name, {**small, "threshold": 0.3}, device="cpu", **given)
+        assert not torch.allclose(sparse.nll(ids), dense.nll(ids), atol=1e-3)
+        whole = HuggingFaceEngine(folder, name, {**small, **all_of_them}, device="cpu", **given)
+        torch.testing.assert_close(whole.nll(ids), dense.nll(ids), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="needed by minference and no other method, got None"):
+        HuggingFaceEngine(folder, "minference", device="cpu")
+    budgets.write_text(json.dumps({"format": 1, "block": 64, "budgets": [[[1, 1]]]}))
+    with pytest.raises(UserError, match="is for 1 layers, the model has 2"):
+        HuggingFaceEngine(folder, "minference", budgets=budgets, device="cpu")
+    budgets.write_text("{}")
+    with pytest.raises(UserError, match="holds no budgets of format 1"):
+        HuggingFaceEngine(folder, "minference", budgets=budgets, device="cpu")

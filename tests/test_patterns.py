@@ -221,3 +221,51 @@ def test_low_precision_inputs_are_estimated_in_fp32():
     exact = build(q.float(), k.float(), config)
     assert torch.equal(index_mask(build(q, k, config), 100), index_mask(exact, 100))
     assert build(q, k, replace(config, p_v=1.0)).density(100).item() == pytest.approx(1.0, rel=1e-12)
+
+
+def test_head_budgets_give_each_head_its_own():
+    """As many settings as heads, one budget each; and the same again by layer through the operator."""
+    q, k, v, _ = make_qkv(400, 4, 2, 16)
+    pairs = ((3, 1), (40, 2), (7, 5), (400, 25))
+    fixed = {"block": 16, "budget": "fixed", "sinks": 4, "local": 16, "last_q": 16}
+    op = Operator(AttentionConfig(**fixed, head_budgets=(pairs[::-1], pairs)), Ring.single(), "cpu")
+    op(q, k, v, layer=1)
+    found = op.last[1][0]
+    for head, (k_v, k_s) in enumerate(pairs):
+        alone = Operator(AttentionConfig(**fixed, k_v=k_v, k_s=k_s), Ring.single(), "cpu")
+        alone(q, k, v)
+        expected = alone.last[0][0].heads(slice(head, head + 1))
+        got = found.heads(slice(head, head + 1))
+        assert torch.equal(got.hit, expected.hit)
+        count = int(expected.columns.count)
+        assert int(got.columns.count) == count
+        assert torch.equal(got.columns.position[..., :count], expected.columns.position[..., :count])
+    op(q, k, v, layer=0)
+    assert int(op.last[0][0].columns.count[0, 0]) > int(found.columns.count[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"head_budgets": [[[1, 1]]]},
+            "is for pattern vertical_slash with budget fixed, got vertical_slash with top_p",
+        ),
+        ({"budget": "fixed", "head_budgets": [[[1, 0]]]}, r"each a pair \(k_v, k_s\) of numbers from 1"),
+        ({"budget": "fixed", "head_budgets": [[1, 1]]}, "must be a list of layers"),
+        ({"budget": "fixed", "head_budgets": [[]]}, "must be a list of layers"),
+        ({"budget": "fixed", "head_budgets": 3}, "must be a list, got 3"),
+    ],
+)
+def test_head_budgets_that_are_none(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(**settings)
+
+
+def test_head_budgets_of_another_model():
+    config = AttentionConfig(budget="fixed", head_budgets=(((1, 1),) * 4,) * 3)
+    with pytest.raises(ValueError, match="is for 3 layers, the model has 2"):
+        config.check_layers(2)
+    q, k, v, _ = make_qkv(64, 2, 1, 16)
+    with pytest.raises(ValueError, match="a layer of 4 heads, the model has 2 query heads"):
+        Operator(config, Ring.single(), "cpu")(q, k, v)

@@ -28,8 +28,9 @@ from mtraining_nns.ops.ring import Ring
 FEW = {
     "xattention": {"pattern": "xattention", "stride": 4, "threshold": 0.5},
     "moba": {"pattern": "moba", "chunk": 48, "top_k": 2},
+    "flexprefill": {"pattern": "flexprefill", "threshold": 0.4, "tau": 0.45, "sinks": 0, "local": 0},
 }
-KEEP_ALL = {"xattention": {"threshold": 1.0}, "moba": {"top_k": 100}}
+KEEP_ALL = {"xattention": {"threshold": 1.0}, "moba": {"top_k": 100}, "flexprefill": {"threshold": 1.0}}
 ON_PATTERNS = pytest.mark.parametrize("pattern", FEW)
 
 

@@ -17,6 +17,7 @@ import re
 import sys
 
 from mtraining_nns.errors import UserError
+from mtraining_nns.eval.attentions import ATTENTIONS
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 BYTES_PER_TOKEN = 16  # text read for a token of the longest request; tokenizers make 3 to 5 bytes of text a token
@@ -42,8 +43,9 @@ def add_parser(subparsers) -> None:
     add("--hotpotqa", metavar="FILE", help="ruler qa_2: HotpotQA's JSON file, such as hotpot_dev_distractor_v1.json")
     add("--engine", choices=("hf", "vllm"), default="hf", help="HuggingFace transformers, or vLLM (default hf)")
     add("--gpus", type=int, default=1, metavar="N", help="vllm: GPUs that share the model (default 1)")
-    add("--attention", choices=("dense", "mtraining"), default="dense", help="dense, or as trained (default dense)")
-    add("--attention-config", nargs="+", default=[], metavar="K=V", help="changes to the folder's mtraining.json")
+    add("--attention", choices=ATTENTIONS, default="dense", help="how prompts are read (default dense)")
+    add("--attention-config", nargs="+", default=[], metavar="K=V", help="changes to a sparse attention's settings")
+    add("--budgets", metavar="FILE", help="minference: what mtraining record --budgets wrote")
     add("--out", metavar="DIR", help="where answers and results go (default: tables only)")
     add("--device", metavar="NAME", help="cpu or cuda (default: cuda if there is one)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the dtype of the weights")
@@ -101,7 +103,8 @@ def _draw(out, records: list[dict]) -> None:
 
 
 def _engine(args, overrides: dict | None, reach: int):
-    attention = {"attention": args.attention, "attention_config": overrides, "dtype": args.dtype}
+    attention = {"attention": args.attention, "attention_config": overrides, "budgets": args.budgets}
+    attention["dtype"] = args.dtype
     if args.engine == "vllm":
         from mtraining_nns.eval.vllm import VllmEngine
 

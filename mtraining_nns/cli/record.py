@@ -21,6 +21,11 @@ def add_parser(subparsers) -> None:
     add("text", metavar="TEXT", help="text file, folder of text, or prepared data folder")
     add("overrides", nargs="*", metavar="attention.key=value", help="settings of the operator")
     add("--out", required=True, metavar="FILE", help="the safetensors file to write")
+    add(
+        "--budgets",
+        metavar="FILE",
+        help="also write how much each head kept, for mtraining eval --attention minference",
+    )
     add("--seq-len", metavar="N", help="tokens, such as 16k (default: the trained length, or the whole text)")
     add("--rope-theta", type=float, metavar="X", help="in place of the model's own, to go past its trained length")
     add("--rows", type=int, default=32, metavar="N", help="queries measured in each layer (default 32)")
@@ -35,9 +40,16 @@ def run(args) -> None:
     from mtraining_nns.cli.eval import parse_length
 
     attention = recipe_yaml.attention(args.overrides, "record")
-    if not Path(args.out).absolute().parent.is_dir():
-        raise UserError(f"the folder of --out {args.out} does not exist; make it first")
+    for name, path in (("--out", args.out), ("--budgets", args.budgets)):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise UserError(f"the folder of {name} {path} does not exist; make it first")
+    if args.budgets is not None and (attention.pattern != "vertical_slash" or attention.dense_layers):
+        raise UserError(
+            f"--budgets needs vertical_slash in every layer, got {attention.pattern}, dense layers"
+            f" {list(attention.dense_layers)}; leave --budgets or those settings out"
+        )
     # Imported here because transformers takes seconds and a mistake above needs none of it.
+    from mtraining_nns.eval.attentions import write_budgets
     from mtraining_nns.record import Request, record, sparsity_table
 
     request = Request(
@@ -51,6 +63,8 @@ def run(args) -> None:
     )
     recording = record(request)
     recording.save(args.out)
+    if args.budgets is not None:
+        write_budgets(args.budgets, recording)
     print(sparsity_table(recording))
     loss, pattern = recording.about["loss"], recording.about["attention"]["pattern"]
     print(f"{args.out}: {len(recording.indices)} layers, {recording.seq_len} tokens, {pattern}, loss {loss:.4f}")

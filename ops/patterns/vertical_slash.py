@@ -5,8 +5,9 @@
     slashes   sum of A along diagonals, pooled into bins of `block`      bin b: distances [b * block, (b + 1) * block)
 
 Top-p keeps the fewest largest entries whose mass reaches p, the entry that crosses p included; a fixed budget keeps
-the k largest. A kept bin keeps block diagonals b and b + 1, which together cover each of its distances. Sinks, the
-local band and the main diagonal are added after the budgets. Source: MTraining, algorithm 1.
+the k largest, with `head_budgets` each head its own k. A kept bin keeps block diagonals b and b + 1, which together
+cover each of its distances. Sinks, the local band and the main diagonal are added after the budgets. Source: MTraining,
+algorithm 1.
 
 Columns are chosen from each rank's own best `cap`, which contain the global best `cap`. Bins are summed over the ring
 before the budget, since one diagonal crosses all ranks. Ties go to the earlier key and the shorter distance. Nothing
@@ -51,7 +52,7 @@ def masses(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[t
     Returns columns fp32 [B, N, S_local] of this rank's keys (-1 at padding) and bins fp32 [B, N, n] of the ring.
     """
     ring, (lse_over_keys, weights_over_keys) = place.ring, _passes(k)
-    queries = _last_queries(q, place, config.last_q)
+    queries = last_queries(q, place, config.last_q)
     lse = lse_over_keys(queries, k, place, scale)
     if ring.world > 1:
         lse = torch.logsumexp(torch.stack(ring.gather(lse)), 0)
@@ -59,7 +60,7 @@ def masses(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[t
     return columns, ring.sum(bins)
 
 
-def _last_queries(q, place: Place, last_q: int) -> torch.Tensor:
+def last_queries(q, place: Place, last_q: int) -> torch.Tensor:
     """[B, L, N, D]: the last real queries, whole on every rank."""
     layout, ring = place
     first = max(0, layout.seq_len - last_q)
@@ -164,7 +165,7 @@ class _Pooling:
 def _slashes(bins, seq_len: int, config: AttentionConfig):
     """bool [B, N, n]: kept block diagonals."""
     num_bins, near = -(-seq_len // config.block), -(-config.local // config.block)  # padding adds blocks, not bins
-    if bins.is_cuda:
+    if bins.is_cuda and not config.head_budgets:
         from mtraining_nns.ops.kernels import triton_budgets
 
         budget = config.k_s if config.budget == "fixed" else None
@@ -172,7 +173,8 @@ def _slashes(bins, seq_len: int, config: AttentionConfig):
     else:
         order, mass = descending(bins[..., :num_bins])
         kept = (torch.arange(bins.shape[-1], device=bins.device) < near).expand(bins.shape).clone()
-        chosen = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, config.k_s, config)
+        budget = _per_head(config, 1, bins.device) if config.head_budgets else config.k_s
+        chosen = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, budget, config)
         kept[..., :num_bins] |= torch.zeros_like(chosen).scatter_(-1, order, chosen)
     hit = kept.clone()
     hit[..., 1:] |= kept[..., :-1]
@@ -184,13 +186,14 @@ def _columns(mass, place: Place, config: AttentionConfig):
     """(position int32 [B, N, C], count int32 [B, N], capped int32): the kept columns of the ring and the sinks."""
     layout, ring = place
     cap, sinks = min(config.cap, layout.seq_len), min(config.sinks, layout.seq_len)
-    if mass.is_cuda:
+    if mass.is_cuda and not config.head_budgets:
         return _columns_by_kernels(mass, place, config, cap, sinks)
     ranked = _best_of_the_ring(mass, place, cap)
     best, position = _unranked(ranked)
     # the weights of a query sum to one, so the total mass is the number of queries
     total = torch.full_like(best[..., :1], min(config.last_q, layout.seq_len))
-    kept = _within_budget(best, total, config.p_v, config.k_v, config)
+    budget = _per_head(config, 0, mass.device) if config.head_budgets else config.k_v
+    kept = _within_budget(best, total, config.p_v, budget, config)
     capped = _short_of_budget(best, total, layout.seq_len, config)
     position = torch.where(kept & (best >= 0) & (position >= sinks), position, NO_COLUMN)
     leading = torch.arange(sinks, dtype=torch.int32, device=mass.device).expand(*mass.shape[:2], -1)
@@ -251,8 +254,15 @@ def _largest(ranked, count: int):
     return ranked.topk(min(count, ranked.shape[-1]), sorted=True).values
 
 
-def _within_budget(mass, total, share: float, budget: int, config: AttentionConfig):
-    """bool like mass (descending): the entries that a budget keeps."""
+@lru_cache(maxsize=256)
+def _per_head(config: AttentionConfig, which: int, device: torch.device) -> torch.Tensor:
+    """int64 [N, 1] of the only layer: columns (0) or bins (1) of each head."""
+    (heads,) = config.head_budgets
+    return torch.tensor([pair[which] for pair in heads], device=device)[:, None]
+
+
+def _within_budget(mass, total, share: float, budget, config: AttentionConfig):
+    """bool like mass [B, N, K] (descending): the entries kept; budget: a number, or one a head [N, 1]."""
     rank = torch.arange(mass.shape[-1], device=mass.device)
     if config.budget == "fixed":
         return (rank < budget).expand(mass.shape)

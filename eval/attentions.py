@@ -1,0 +1,118 @@
+"""Methods of attention by name: what an engine computes while it reads a prompt. Decoding is always dense.
+
+    dense        PyTorch's or vLLM's own
+    mtraining    what the folder was trained with, its mtraining.json
+    minference   columns and slashes of fixed number, each head its own, from a file of `mtraining record --budgets`
+    flexprefill  blocks by query or by columns and slashes, as each head needs (`ops/patterns/flexprefill.py`)
+
+The last three take changes as a dict of AttentionConfig's fields.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from mtraining_nns.errors import UserError
+from mtraining_nns.ops.config import AttentionConfig
+
+ATTENTIONS = ("dense", "mtraining", "minference", "flexprefill")
+DTYPES = ("bfloat16", "float16", "float32")
+BUDGETS_FORMAT = 1
+
+
+def check_names(attention: str, dtype: str | None) -> None:
+    """UserError for a method of attention or a dtype that no engine knows."""
+    if attention not in ATTENTIONS or dtype not in (None, *DTYPES):
+        raise UserError(
+            f"attention must be one of {', '.join(ATTENTIONS)} and dtype one of {', '.join(DTYPES)}, "
+            f"got attention={attention!r}, dtype={dtype!r}"
+        )
+
+
+def attention_of(
+    folder: Path, attention: str, given: AttentionConfig | dict | None, budgets: str | Path | None = None
+) -> AttentionConfig | None:
+    """What a method computes: None for "dense"; given: a config, or changes; budgets: minference's file."""
+    if attention == "dense" and given is not None:
+        raise UserError(f"changes are for a sparse attention, got {given} for attention='dense'; drop them")
+    if (attention == "minference") != (budgets is not None):
+        raise UserError(
+            f"budgets are a file of mtraining record --budgets, needed by minference and no other method, got"
+            f" {budgets} for attention={attention!r}"
+        )
+    if attention == "dense":
+        return None
+    if isinstance(given, AttentionConfig):
+        return given
+    if attention == "mtraining":
+        return load_attention(folder, given)
+    fields = {"pattern": "flexprefill"} if attention == "flexprefill" else read_budgets(budgets)
+    return _build({**fields, **(given or {})}, attention)
+
+
+def load_attention(folder: str | Path, overrides: dict | None = None) -> AttentionConfig:
+    """The attention a folder was trained with: its mtraining.json, with `overrides` on top.
+
+    Without a mtraining.json the overrides alone say it; without either it is a UserError, never a default.
+    """
+    path = Path(folder) / "mtraining.json"
+    if not path.is_file() and not overrides:
+        raise UserError(
+            f"{path} does not exist, so the trained attention is unknown; evaluate an exported folder, "
+            "say it with --attention-config k=v, or use --attention dense"
+        )
+    try:
+        fields = dict(json.loads(path.read_text())["attention"]) if path.is_file() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is no record of an attention ({reason}); export the model again") from error
+    return _build({**fields, **(overrides or {})}, str(folder))
+
+
+def read_budgets(path: str | Path) -> dict:
+    """Fields of AttentionConfig from a file of `write_budgets`."""
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); write one with mtraining record --budgets") from error
+    if not isinstance(tree, dict) or tree.get("format") != BUDGETS_FORMAT or not {"block", "budgets"} <= tree.keys():
+        raise UserError(f"{path} holds no budgets of format {BUDGETS_FORMAT}; write it with mtraining record --budgets")
+    return {
+        "pattern": "vertical_slash",
+        "budget": "fixed",
+        "block": tree["block"],
+        "head_budgets": tree["budgets"],
+    }
+
+
+def write_budgets(path: str | Path, recording) -> None:
+    """The columns and slash bins that each head kept in a recording of vertical_slash, as JSON.
+
+    Columns are counted beside the sinks; of bins as many as keep the same block diagonals, the local band included.
+    """
+    sinks = recording.about["attention"]["sinks"]
+    layers = []
+    for _, index in sorted(recording.indices.items()):
+        hit = index.hit[0]  # [N, n]
+        begun = hit.clone()
+        begun[:, 1:] &= ~hit[:, :-1]  # a run of diagonals is one longer than the bins that keep it
+        bins = (hit.sum(-1) - begun.sum(-1)).clamp_min(1)
+        columns = (index.columns.count[0] - sinks).clamp_min(1)
+        layers.append([list(pair) for pair in zip(columns.tolist(), bins.tolist(), strict=True)])
+    told = {name: recording.about[name] for name in ("model", "text", "attention")}
+    tree = {"format": BUDGETS_FORMAT, "block": recording.block, "seq_len": recording.seq_len, **told, "budgets": layers}
+    try:
+        Path(path).write_text(json.dumps(tree) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); choose another --budgets") from error
+
+
+def _build(fields: dict, what: str) -> AttentionConfig:
+    known = [field.name for field in dataclasses.fields(AttentionConfig)]
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise UserError(f"unknown attention key {unknown[0]!r}; known are {', '.join(known)}")
+    try:
+        return AttentionConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"attention of {what}: {error}") from error
