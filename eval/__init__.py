@@ -3,6 +3,7 @@
 text         where evaluation text comes from: files, folders, the held-out part of a prepared data folder
 questions    what a suite asks an engine; prompts: prompts of an exact length; scoring: metrics of answers
 ruler        RULER's 13 tasks at any length: ruler.yaml, ruler_tasks (what prompts hold), ruler_sources (what they read)
+infinitebench  InfiniteBench's 12 tasks: infinitebench.yaml, infinitebench_rows (its files), infinitebench_scoring
 niah         a needle in a haystack, depth x length
 perplexity   sliding-window perplexity by position
 huggingface  an engine that generates and scores, with dense or with the trained sparse attention; vllm: another one

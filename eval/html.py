@@ -16,14 +16,13 @@ pre { background: #f5f5f5; padding: 1rem; overflow: auto; font-size: 13px }
 """
 
 
-def write(folder: Path, manifest: dict, found: dict[str, list[dict]], not_run: dict[str, str]) -> Path:
-    """report.html of the records of each suite."""
+def write(folder: Path, manifest: dict, found: dict[str, list[dict]], notes: dict[str, list[str]]) -> Path:
+    """report.html of the records of each suite. notes: lines below its tables."""
     parts = [f"<h1>{html.escape(manifest['model'])}</h1>", f"<p>{html.escape(_summary(manifest))}</p>"]
     for suite, records in found.items():
         parts.append(f"<h2>{suite}</h2>")
         parts.append(SECTIONS[suite](records) if records else "<p>nothing was run</p>")
-        if suite == "ruler":
-            parts += [f"<p>not run: {html.escape(task)}, {html.escape(why)}</p>" for task, why in not_run.items()]
+        parts += [f"<p>{html.escape(line)}</p>" for line in notes.get(suite, ())]
     text = html.escape(json.dumps(manifest, indent=1, ensure_ascii=False))
     parts.append(
         f"<h2>manifest</h2><details><summary>all that decides the numbers</summary><pre>{text}</pre></details>"
@@ -42,9 +41,10 @@ def _summary(manifest: dict) -> str:
 
 
 class Score(NamedTuple):
-    """A cell in percent, red to green."""
+    """A cell in percent, red to green, and of how many questions."""
 
     percent: float
+    samples: int
 
 
 def _niah(records: list[dict]) -> str:
@@ -54,13 +54,15 @@ def _niah(records: list[dict]) -> str:
     return _table(["depth", *map(str, sorted(lengths))], rows)
 
 
-def _ruler(records: list[dict]) -> str:
+def _tasks(records: list[dict]) -> str:
+    """Tasks down, lengths across."""
     tasks, lengths, found = report.grid(records, "task")
     return _table(["task", *map(str, lengths)], [[task, *_scores(found, task, lengths)] for task in tasks])
 
 
-def _scores(found: dict, row, lengths: list[int]) -> list[Score]:
-    return [Score(found[row, length]["score"]) for length in lengths]
+def _scores(found: dict, row, lengths: list[int]) -> list[Score | str]:
+    cells = (found.get((row, length)) for length in lengths)
+    return ["-" if cell is None else Score(cell["score"], cell["samples"]) for cell in cells]
 
 
 def _perplexity(records: list[dict]) -> str:
@@ -80,8 +82,9 @@ def _table(heads: list[str], rows: list[list[str | Score]]) -> str:
 
 def _cell(value: str | Score) -> str:
     if isinstance(value, Score):
-        return f'<td style="background: hsl({1.2 * value.percent:.0f} 70% 80%)">{value.percent:.1f}</td>'
+        color = f"hsl({1.2 * value.percent:.0f} 70% 80%)"
+        return f'<td style="background: {color}">{value.percent:.1f} <small>({value.samples})</small></td>'
     return f"<td>{html.escape(value)}</td>"
 
 
-SECTIONS = {"niah": _niah, "ruler": _ruler, "perplexity": _perplexity}
+SECTIONS = {"niah": _niah, "ruler": _tasks, "infinitebench": _tasks, "perplexity": _perplexity}

@@ -1,6 +1,6 @@
 """What a run was and what it found: a manifest, results of every suite, tables that show every cell.
 
-    results.json    {"manifest": {...}, "niah": {...}, "ruler": {...}, "perplexity": [...]}
+    results.json    {"manifest": {...}, "niah": {...}, "ruler": {...}, "infinitebench": {...}, "perplexity": [...]}
     scores.csv      suite,task,length,depth,samples,score,standard_error     a cell a row, scores in percent
 
 The manifest is enough to run the same again. A mean is printed only under the cells it is the mean of.
@@ -108,15 +108,38 @@ def ruler_result(records: list[dict], not_run: dict[str, str]) -> dict:
 def ruler_table(records: list[dict], not_run: dict[str, str]) -> str:
     """Task x length grid of scores in percent with their standard errors, then what was not run and why."""
     tasks, lengths, found = grid(records, "task")
-    rows = [["task \\ length", *map(str, lengths)]]
-    for task in tasks:
-        rows.append([task, *(_with_error(found[task, length]) for length in lengths)])
+    rows = _task_rows(records, _with_error)
     if records:
         of_tasks = [[found[task, length]["score"] for task in tasks] for length in lengths]
         rows.append(["mean of the tasks above", *(f"{_mean(scores):.1f}" for scores in of_tasks)])
-    missing = "".join(f"\nnot run: {task}, {why}" for task, why in not_run.items())
     samples = next(iter(found.values()))["samples"] if records else 0
-    return f"ruler, score in percent +- standard error, {samples} per cell\n{align(rows)}{missing}"
+    head = f"ruler, score in percent +- standard error, {samples} per cell"
+    return "\n".join([head, align(rows), *notes(not_run)])
+
+
+def infinitebench_result(records: list[dict], not_run: dict[str, str], not_asked: dict[str, str]) -> dict:
+    """Of results.json."""
+    return {"cells": cells(records, "task", "length"), "not_run": not_run, "not_asked": not_asked}
+
+
+def infinitebench_table(records: list[dict], not_run: dict[str, str], not_asked: dict[str, str]) -> str:
+    """Task x length grid of scores with the number of questions of each, then what was not run and not asked."""
+    rows = _task_rows(records, lambda cell: f"{_with_error(cell)} ({cell['samples']})")
+    head = "infinitebench, score in percent +- standard error (questions) at the smallest length that holds them"
+    return "\n".join([head, align(rows), *notes(not_run, not_asked)])
+
+
+def notes(not_run: dict[str, str], not_asked: dict[str, str] | None = None) -> list[str]:
+    """A line for each task without a source, and for each with questions that are too long."""
+    missing = [f"not run: {task}, {why}" for task, why in not_run.items()]
+    return missing + [f"not asked: {task}, {why}" for task, why in (not_asked or {}).items()]
+
+
+def _task_rows(records: list[dict], show) -> list[list[str]]:
+    """A head, then each task's cells by length; show: a cell as text."""
+    tasks, lengths, found = grid(records, "task")
+    rows = [[show(found[task, length]) if (task, length) in found else "-" for length in lengths] for task in tasks]
+    return [["task \\ length", *map(str, lengths)], *([task, *row] for task, row in zip(tasks, rows))]
 
 
 def write_csv(folder: Path, found: dict[str, list[dict]]) -> Path:

@@ -3,9 +3,13 @@
 all    the share of the references that the answer holds (RULER's string match for lists of things to find)
 any    1 if the answer holds one of them (RULER's string match for questions with several right answers)
 number 1 if the answer holds the reference, a number, not as part of a longer one
+
+Those of InfiniteBench are in infinitebench_scoring.py.
 """
 
 import re
+
+from mtraining_nns.eval import infinitebench_scoring
 
 
 def cleaned(text: str) -> str:
@@ -35,4 +39,4 @@ def number(answer: str, references: list[str]) -> float:
     return float(re.search(rf"(?<!\d){reference}(?!\d)", answer) is not None)
 
 
-METRICS = {"all": all_of, "any": any_of, "number": number}
+METRICS = {"all": all_of, "any": any_of, "number": number, **infinitebench_scoring.METRICS}

@@ -92,7 +92,7 @@ def test_the_page_shows_every_cell_and_needs_no_other_file(tmp_path):
             {"length": 11, "buckets": [{"begin": 1, "end": 11, "tokens": 10, "nll_sum": 10 * np.log(7.0)}]},
         ],
     }
-    page = html.write(tmp_path, MANIFEST, records, {"qa_1": "needs <squad>"}).read_text()
+    page = html.write(tmp_path, MANIFEST, records, {"ruler": report.notes({"qa_1": "needs <squad>"})}).read_text()
     for words in ("100.0", "0.0", "40.0", "7.000", "not run: qa_1, needs &lt;squad&gt;", "models/&lt;tiny&gt;"):
         assert words in page, words
     assert "hsl(120 70% 80%)" in page and "hsl(0 70% 80%)" in page

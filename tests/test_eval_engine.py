@@ -10,7 +10,8 @@ from tiny_model import save_llama
 from transformers import AutoModelForCausalLM
 
 from mtraining_nns import cli
-from mtraining_nns.cli.eval import parse_length, parse_overrides
+from mtraining_nns.cli.eval import parse_overrides
+from mtraining_nns.cli.words import parse_length
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval import huggingface, report
 from mtraining_nns.eval.attentions import load_attention
@@ -243,7 +244,7 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys, attention):
         ("--lengths 100", "niah length 100 cannot hold the template"),
         ("--lengths many", "got 'many'"),
         ("--lengths 1k --depths 101", "0..100 percent"),
-        ("--lengths 1k --suite niah,stars", "unknown suite 'stars'; --suite takes niah, ruler, perplexity"),
+        ("--lengths 1k --suite niah,stars", "unknown suite 'stars'; --suite takes niah, ruler, infinitebench"),
         ("--lengths 1k --suite ruler --tasks vt,niah", "unknown RULER task 'niah'"),
         ("--lengths 300 --suite ruler", "ruler niah_single_1: length 300 cannot hold"),
         ("--lengths 2k --suite ruler --tasks qa_1 --squad none.json", "none.json cannot be read"),

@@ -93,7 +93,7 @@ def _inputs(args):
         about = {"kind": "recorded", "file": args.indices, "seq_len": recording.seq_len, **recording.about}
         indices, seq_len = list(recording.indices.values()), recording.seq_len
     else:
-        from mtraining_nns.cli.eval import parse_length
+        from mtraining_nns.cli.words import parse_length
         from mtraining_nns.generated import Generated
 
         generated = Generated(**given | {name: parse_length(given[name]) for name in LENGTHS if name in given})

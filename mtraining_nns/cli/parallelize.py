@@ -26,7 +26,7 @@ def add_parser(subparsers) -> None:
 def run(args) -> None:
     """Check, compile, print."""
     from mtraining_nns import recipe_yaml
-    from mtraining_nns.cli.eval import parse_length
+    from mtraining_nns.cli.words import parse_length
 
     attention = recipe_yaml.attention(args.overrides, "parallelize")
     # Imported here because torch takes seconds and a mistake above needs none of it.

@@ -37,7 +37,7 @@ def run(args) -> None:
     from pathlib import Path
 
     from mtraining_nns import recipe_yaml
-    from mtraining_nns.cli.eval import parse_length
+    from mtraining_nns.cli.words import parse_length
 
     attention = recipe_yaml.attention(args.overrides, "record")
     for name, path in (("--out", args.out), ("--budgets", args.budgets)):
