@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 
 from mtraining_nns import hf
 from mtraining_nns.data import tokenizer as tokenizers
+from mtraining_nns.data.collator import collate
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of, check_names
 from mtraining_nns.ops.attention import Operator
@@ -103,16 +104,22 @@ class HuggingFaceEngine:
     """One model folder, loaded. Errors are UserError and name the folder and the fix.
 
     attention_config, budgets: as for `attention_of`. dtype: of DTYPES, None takes the dtype of the weights.
-    device: None takes the GPU if there is one.
+    device: None takes the GPU if there is one. ring: of ranks that share each sequence for `nll`, all with one
+    AttentionConfig, "dense" included; its calls are collective.
     """
 
     batch_size = 32  # prompts that are asked at once; each is read alone, for the sparse attention takes no padding
 
-    def __init__(self, model_dir, attention="dense", attention_config=None, budgets=None, device=None, dtype=None):
+    def __init__(
+        self, model_dir, attention="dense", attention_config=None, budgets=None, device=None, dtype=None, ring=None
+    ):
         check_names(attention, dtype)
+        self.ring = ring or Ring.single()
         self.model_dir, self.attention = model_folder(model_dir), attention
         self.device = _device(device)
-        self.attention_config = attention_of(self.model_dir, attention, attention_config, budgets)
+        given = attention_config
+        whole = self.ring.world == 1
+        self.attention_config = attention_of(self.model_dir, attention, given, budgets) if whole else given
         self.context_limit = context_limit(model_dir)
         self.model = self._load("auto" if dtype is None else getattr(torch, dtype))
 
@@ -137,7 +144,8 @@ class HuggingFaceEngine:
         model = model.to(self.device).eval()
         if sparse:
             try:
-                hf.attach(model, Operator(self.attention_config, Ring.single(), self.device.type))
+                self.operator = Operator(self.attention_config, self.ring, self.device.type)
+                hf.attach(model, self.operator)
             except ValueError as error:
                 raise UserError(f"{self.model_dir} cannot use the attention {self.attention}: {error}") from error
         self.ends = end_tokens(self.model_dir)
@@ -236,11 +244,26 @@ class HuggingFaceEngine:
         transforms = [key for key in LOGIT_TRANSFORMS if getattr(self.model.config, key, None) not in (None, 1)]
         if transforms:
             raise UserError(f"{self.model_dir} sets {transforms[0]}, which the chunked loss lacks; use Llama or Qwen")
+        if self.ring.world > 1:
+            return self._nll_of_the_ring(token_ids)
         token_ids = token_ids.to(self.device)
         hidden = self.model.model(input_ids=token_ids[None], use_cache=False)[0][0]  # [S, hidden]
-        head, targets = self.model.lm_head, token_ids[1:]
-        chunks = zip(hidden[:-1].split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
-        return torch.cat([F.cross_entropy(head(part).float(), target, reduction="none") for part, target in chunks])
+        return self._losses(hidden[:-1], token_ids[1:])
+
+    def _nll_of_the_ring(self, token_ids: torch.Tensor) -> torch.Tensor:
+        layout = self.operator.layout(len(token_ids))
+        mine = {name: x.to(self.device) for name, x in collate(token_ids[None], layout, self.ring.rank).items()}
+        labels = mine.pop("labels")[0]
+        with hf.sequence(self.model, seq_len=len(token_ids)):
+            hidden = self.model.model(**mine, use_cache=False)[0][0]
+        parts = self.ring.gather(self._losses(hidden, labels))
+        return layout.unshard(parts, 0)[: len(token_ids) - 1]
+
+    def _losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens], 0 where a label is ignored."""
+        chunks = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
+        head = self.model.lm_head
+        return torch.cat([F.cross_entropy(head(part).float(), label, reduction="none") for part, label in chunks])
 
     def describe(self) -> dict:
         """Manifest entry: everything that decides what this engine answers."""

@@ -178,6 +178,38 @@ class Perplexity:
         return {"id": name, "length": length, "sample": sample, "buckets": [vars(bucket) for bucket in buckets]}
 
 
+class Books(Perplexity):
+    """The same over books, by id: pg19/LENGTH/NUMBER: of each book that is long enough its first tokens, and of no two
+    in one sequence. used: names and digests of the books by length.
+
+    books: documents, read until every length has `samples`.
+    """
+
+    name = "pg19"
+
+    def __init__(self, config: PerplexityConfig, tokenizer, books, first: int | None):
+        self.config, opening = config, [] if first is None else [first]
+        rows: dict[int, list[torch.Tensor]] = {length: [] for length in config.lengths}
+        self.used: dict[int, list[str]] = {length: [] for length in config.lengths}
+        read = 0
+        for book in books:
+            wanting = [length for length in config.lengths if len(rows[length]) < config.samples]
+            if not wanting:
+                break
+            tokens, read = torch.tensor(opening + tokenizer.encode([book.text])[0]), read + 1
+            for length in wanting:
+                if len(tokens) >= length:
+                    rows[length].append(tokens[:length])
+                    self.used[length].append(f"{book.name} {book.digest.hex()}")
+        for length, found in rows.items():
+            if len(found) < config.samples:
+                raise UserError(
+                    f"{len(found)} of {read} books have {length} tokens, expected --samples {config.samples};"
+                    " give more books, fewer samples or a shorter length"
+                )
+        self.inputs = {length: torch.stack(found) for length, found in rows.items()}
+
+
 def summed(records: list[dict]) -> list[LengthPerplexity]:
     """Records of several sequences, by length: totals and buckets, weighted by token."""
     found = []

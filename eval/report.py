@@ -153,7 +153,7 @@ def write_csv(folder: Path, found: dict[str, list[dict]]) -> Path:
     return path
 
 
-def perplexity_table(results: list[LengthPerplexity]) -> str:
+def perplexity_table(results: list[LengthPerplexity], name: str = "perplexity") -> str:
     """Perplexity by position (rows) and sequence length (columns), the whole sequence last."""
     longest = max(results, key=lambda result: result.length)
     rows = [["position \\ length", *(str(result.length) for result in results)]]
@@ -162,7 +162,7 @@ def perplexity_table(results: list[LengthPerplexity]) -> str:
         rows.append([f"from {bucket.begin}", *("-" if b is None else f"{b.perplexity:.3f}" for b in found)])
     rows.append(["all positions", *(f"{result.total.perplexity:.3f}" for result in results)])
     rows.append(["tokens scored", *(str(result.total.tokens) for result in results)])
-    return f"perplexity by position\n{align(rows)}"
+    return f"{name} by position\n{align(rows)}"
 
 
 def _mean(values: list[float]) -> float:

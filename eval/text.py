@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtraining_nns.data import store
-from mtraining_nns.data.sources import SkipLog, Sources
+from mtraining_nns.data.sources import Document, SkipLog, Sources
 from mtraining_nns.errors import UserError
 
 
@@ -55,6 +55,16 @@ def read_source(path: str | Path, *, max_bytes: int) -> TextSource:
         reasons = ", ".join(f"{count} {reason}" for reason, count in log.reasons.items()) or "it is empty"
         raise UserError(f"no evaluation text in {path}: {reasons}; give UTF-8 text or a prepared data folder")
     return TextSource(documents=documents, path=str(path), skipped=dict(log.reasons))
+
+
+def read_books(path: str | Path) -> Iterator[Document]:
+    """The text files of a folder one by one, in sorted order. UserError where there is none."""
+    sources, found = Sources([str(path)], glob="*.txt"), False
+    for document in sources.documents(SkipLog()):
+        found = True
+        yield document
+    if not found:
+        raise UserError(f"no books in {path}; give a folder of UTF-8 .txt files")
 
 
 def _heldout_documents(folder: Path, max_bytes: int) -> Iterator[str]:

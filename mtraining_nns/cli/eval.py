@@ -17,7 +17,7 @@ the weights are loaded.
 import argparse
 import sys
 
-from mtraining_nns.cli.eval_suites import SUITES, chosen_names
+from mtraining_nns.cli.eval_suites import READING, SUITES, chosen_names
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import ATTENTIONS
 
@@ -42,9 +42,10 @@ def add_parser(subparsers) -> None:
     add("--text", metavar="PATH", help="text to read: a file, a folder, or a prepared data folder")
     add("--squad", metavar="FILE", help="ruler qa_1: SQuAD's JSON file, such as dev-v2.0.json")
     add("--hotpotqa", metavar="FILE", help="ruler qa_2: HotpotQA's JSON file, such as hotpot_dev_distractor_v1.json")
+    add("--pg19", metavar="DIR", help="pg19: a folder of books, a text file each")
     add("--infinitebench", metavar="DIR", help="infinitebench: the folder of its JSONL files, such as passkey.jsonl")
     add("--engine", choices=("hf", "vllm"), default="hf", help="HuggingFace transformers, or vLLM (default hf)")
-    add("--gpus", type=int, default=1, metavar="N", help="vllm: GPUs that share the model (default 1)")
+    add("--gpus", type=int, default=1, metavar="N", help="vllm: share the model; hf: share each sequence (default 1)")
     add("--attention", choices=ATTENTIONS, default="dense", help="how prompts are read (default dense)")
     add("--attention-config", nargs="+", default=[], metavar="K=V", help="changes to a sparse attention's settings")
     add("--budgets", metavar="FILE", help="minference: what mtraining record --budgets wrote")
@@ -56,6 +57,11 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the request, load the model, ask what is missing, print tables and write results."""
     names = chosen_names(args.suite)
+    if args.engine == "hf" and args.gpus != 1 and not set(names) <= READING:
+        raise UserError(
+            f"--gpus {args.gpus} with --engine hf shares sequences for {' and '.join(sorted(READING))} alone, got"
+            f" --suite {args.suite}; use --engine vllm"
+        )
     overrides = parse_overrides(args.attention_config)
     # Imported here because torch and transformers take seconds and other verbs need none of it.
     from mtraining_nns.eval import html, huggingface, report, runner
@@ -72,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         text = read_source(args.text, max_bytes=BYTES_PER_TOKEN * longest)
     chosen = [SUITES[name](config, tokenizer, text, args) for name, config in configs.items()]
     out = None if args.out is None else report.make_folder(args.out)
-    engine = _engine(args, overrides or None, reach)
+    shortest = min(SUITES[name].shortest(config) for name, config in configs.items())
+    engine = _engine(args, overrides or None, reach, shortest)
     manifest = report.manifest(args.model, engine.describe(), {one.suite.name: one.settings for one in chosen})
     records = runner.Records(out, manifest)
     try:
@@ -104,7 +111,7 @@ def _draw(out, records: list[dict]) -> None:
         print("no niah.png: it needs matplotlib; pip install 'mtraining-nns[plots]'", file=sys.stderr)
 
 
-def _engine(args, overrides: dict | None, reach: int):
+def _engine(args, overrides: dict | None, reach: int, shortest: int):
     attention = {"attention": args.attention, "attention_config": overrides, "budgets": args.budgets}
     attention["dtype"] = args.dtype
     if args.engine == "vllm":
@@ -113,6 +120,10 @@ def _engine(args, overrides: dict | None, reach: int):
         if args.device is not None:
             raise UserError(f"--device is for --engine hf, vLLM takes the device it was built for, got {args.device}")
         return VllmEngine(args.model, max_tokens=reach, gpus=args.gpus, **attention)
+    if args.gpus > 1:
+        from mtraining_nns.eval.ring_engine import RingEngine
+
+        return RingEngine(args.model, ranks=args.gpus, shortest=shortest, device=args.device, **attention)
     from mtraining_nns.eval.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine(args.model, device=args.device, **attention)

@@ -19,6 +19,10 @@ class _Prompts:
         return max(config.lengths)
 
     @staticmethod
+    def shortest(config) -> int:
+        return min(config.lengths)
+
+    @staticmethod
     def sequences(config) -> int:
         return 1
 
@@ -154,6 +158,10 @@ class Perplexity:
         return max(map(config.reach, config.lengths))
 
     @staticmethod
+    def shortest(config) -> int:
+        return min(map(config.reach, config.lengths))
+
+    @staticmethod
     def sequences(config) -> int:
         return config.samples
 
@@ -169,10 +177,29 @@ class Perplexity:
         from mtraining_nns.eval import perplexity, report
 
         found = perplexity.summed(records)
-        return report.perplexity_table(found), [result.as_dict() for result in found], []
+        return report.perplexity_table(found, self.suite.name), [result.as_dict() for result in found], []
 
 
-SUITES = {"niah": Niah, "ruler": Ruler, "infinitebench": InfiniteBench, "perplexity": Perplexity}
+class Pg19(Perplexity):
+    """Perplexity by position in books, ready to run."""
+
+    @staticmethod
+    def sequences(config) -> int:
+        return 1
+
+    def __init__(self, config, tokenizer, text, args):
+        from mtraining_nns.eval import perplexity
+        from mtraining_nns.eval.text import read_books
+
+        if args.pg19 is None:
+            raise UserError("pg19 needs books; give --pg19 a folder of text files, such as PG-19's test")
+        books = read_books(args.pg19)
+        self.suite = perplexity.Books(config, tokenizer, books, tokenizer.first)
+        self.settings = {**vars(config), "books": self.suite.used}
+
+
+READING = {"perplexity", "pg19"}  # suites that generate nothing
+SUITES = {"niah": Niah, "ruler": Ruler, "infinitebench": InfiniteBench, "perplexity": Perplexity, "pg19": Pg19}
 
 
 def chosen_names(text: str) -> list[str]:
