@@ -63,5 +63,5 @@ def test_books_from_the_command_line(folder, tmp_path, capsys):
     assert tables[0].startswith("pg19 by position") and re.search(r"tokens scored +998 +1598", tables[0])
     assert cli.main([*line, "--lengths", "800", "--samples", "3"]) == 2
     assert "2 of 4 books have 800 tokens, expected --samples 3" in capsys.readouterr().err
-    assert cli.main([*line[:4], "--pg19", str(folder), "--lengths", "800"]) == 2
+    assert cli.main([*line[:5], "--pg19", str(folder), "--lengths", "800"]) == 2
     assert "no books in" in capsys.readouterr().err
