@@ -138,6 +138,8 @@ FORMATS = {
     "attention/work_max_over_mean": "work max/mean {:.2f}",
     "eval/loss_dense": "held-out loss dense {:.4f}",
     "eval/loss_sparse": "sparse {:.4f}",
+    "eval/niah": "needles {:.3f}",
+    "eval/niah_loss": "loss of their answers {:.4f}",
 }
 
 

@@ -19,17 +19,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states
-from mtraining_nns.data.collator import IGNORED_LABEL, collate_ring
+from mtraining_nns import nnscaler_held_out as held_out
 from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import check_same_tokens
-from mtraining_nns.engines.held_out import MOST_SEQUENCES
 from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import keep_tokenizer, texts_of
 from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values
 from mtraining_nns.model import build_config, build_model, materialize
+from mtraining_nns.needles import needles
+from mtraining_nns.nnscaler_held_out import sample
 from mtraining_nns.nnscaler_hf import TracedLoss
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.optim import learning_rate
@@ -86,12 +87,6 @@ class Visits(torch.utils.data.Dataset):
     def __getitem__(self, visit: int) -> dict[str, torch.Tensor]:
         ids = sample_ids(visit // self.batch, len(self.data), self.batch, self.recipe.data.seed)
         return sample(self.data[ids[visit % self.batch]], self.layout)
-
-
-def sample(tokens: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
-    """One sequence as the graph takes it: int64 [layout.padded_len] each, and count, its valid labels."""
-    found = {name: x[0] for name, x in collate_ring(tokens[None], layout).items()}
-    return found | {"count": (found["labels"] != IGNORED_LABEL).sum()}
 
 
 def layout_of(recipe: Recipe) -> Layout:
@@ -170,10 +165,12 @@ class RecipeHook(TrainHook):
     def __init__(self, args: dict):
         self.recipe = Recipe.load(args["recipe"])
         self.progress, self.unmarked, self.loss, self.peak_bytes = Progress(), None, None, 0
+        self.needles = needles(self.recipe) if self.recipe.log.niah_every else []
 
     def after_setup(self, trainer) -> None:
         """Open the log; the trainer has read its checkpoint."""
         self.world, train = _Joined.world, self.recipe.train
+        self.place = held_out.Place(self.recipe, self.world, layout_of(self.recipe))
         first = len(self.progress.losses)
         self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
         self.meter = Meter(batch_of(self.recipe) * train.seq_len)
@@ -237,7 +234,11 @@ class RecipeHook(TrainHook):
                 done, step_values(loss=self.loss, grad_norm=metrics["gnorm"], lr=lr, world=self.world, **measured)
             )
         if self.recipe.data.eval_path and (done == train.steps or (log.eval_every and done % log.eval_every == 0)):
-            self._say(done, {f"eval/loss_{name}": loss for name, loss in self._evaluate(trainer).items()})
+            self._say(
+                done, {f"eval/loss_{name}": loss for name, loss in held_out.evaluate(trainer, self.place).items()}
+            )
+        if self.needles and (done == train.steps or done % log.niah_every == 0):
+            self._say(done, held_out.find_needles(trainer, self.place, self.needles))
 
     def on_train_end(self, trainer) -> None:
         """The last save is complete."""
@@ -257,35 +258,3 @@ class RecipeHook(TrainHook):
         if self.unmarked is not None and self.world.rank == 0:
             nnscaler_states.mark(trainer.train_args.checkpoint.save_dir, self.unmarked, self.texts)
         self.unmarked = None
-
-    @torch.no_grad()
-    def _evaluate(self, trainer) -> dict[str, float]:
-        """Loss a token on data.eval_path: dense, and sparse unless the recipe is dense. Collective."""
-        names = {"dense": {"pattern": "dense"}}
-        if self.recipe.attention.pattern != "dense":
-            names["sparse"] = {}
-        trainer.model.eval()
-        found = {}
-        for name, changes in names.items():
-            with nnscaler_ops.changed(**changes):
-                found[name] = self._mean_loss(trainer)
-        return found
-
-    def _mean_loss(self, trainer) -> float:
-        data = PackedDataset(self.recipe.data.eval_path, self.recipe.train.seq_len)
-        layout, dp, micro = layout_of(self.recipe), self.recipe.parallel.dp, self.recipe.train.micro_batch
-        used, sums = min(len(data), MOST_SEQUENCES), torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for first in range(0, used, dp * micro):
-            batch = []
-            for index in range(first + self.world.dp_rank * micro, first + (self.world.dp_rank + 1) * micro):
-                one = sample(data[min(index, used - 1)], layout)
-                if index >= used:  # a replica without a sequence of its own computes along
-                    one["labels"].fill_(IGNORED_LABEL)
-                    one["count"].zero_()
-                batch.append(one)
-            whole = {name: torch.stack([one[name] for one in batch]).to(self.world.device) for name in batch[0]}
-            ((loss, count),) = trainer.model.infer_step([whole])
-            sums += torch.stack([loss.double(), count.sum().double()])
-        # every rank of a ring has the ring's sums
-        total, valid = (self.world.sum(sums) / self.world.ring.world).tolist()
-        return total / valid

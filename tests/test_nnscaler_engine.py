@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import prepare, write_recipe
+from tiny import prepare, save_tokenizer, write_recipe
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import export
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.nnscaler,
     pytest.mark.skipif(importlib.util.find_spec("nnscaler") is None, reason="nnScaler is not importable"),
 ]
-RUN = ["train.steps=4", "train.recompute=true", "train.accumulation=2", "log.eval_every=2"]
+RUN = ["train.steps=4", "train.recompute=true", "train.accumulation=2", "log.eval_every=2", "log.niah_every=2"]
 
 
 def train(folder: Path, name: str, world: int, *overrides: str, gpus: str = "") -> dict:
@@ -58,7 +58,7 @@ def assert_same(found: dict, expected: dict, tolerance: float) -> None:
     assert len(set(found["losses"])) == len(found["losses"])
     tags = {tag for tag in expected if tag.startswith(("train/", "eval/", "attention/"))}
     assert tags == {tag for tag in found if tag.startswith(("train/", "eval/", "attention/"))}
-    assert {"train/grad_norm", "eval/loss_dense", "eval/loss_sparse", "attention/density"} <= tags
+    assert {"train/grad_norm", "eval/loss_dense", "eval/loss_sparse", "eval/niah_loss", "attention/density"} <= tags
     if found["world"] != expected["world"]:
         tags = {tag for tag in tags if not tag.startswith("attention/")}  # they tell of the busiest ring
     for tag in tags:
@@ -70,6 +70,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nnscaler")
     prepare(folder / "held_out", 256 * 5, seed=1)
     write_recipe(folder, tokens=256 * 20)
+    save_tokenizer(folder / "data")
     return folder
 
 
@@ -112,8 +113,6 @@ def test_two_machines_share_a_folder(folder, expected):
 
 def test_an_earlier_step_is_exported_without_the_data(folder, expected, tmp_path):
     """The last step again, and the one before it; then a folder that a kill has left incomplete."""
-    (folder / "data" / "tokenizer").mkdir()
-    (folder / "data" / "tokenizer" / "tokenizer.json").write_text("{}")
     train(folder, "exported", 2, "parallel.engine=nnscaler", "checkpoint.every=2")
     run, hidden = folder / "exported", folder / "elsewhere"
     (folder / "data").rename(hidden)

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mtraining_nns.data import store
+from mtraining_nns.eval import niah
 from mtraining_nns.recipe import Recipe
 
 VOCABULARY = 128
@@ -33,6 +36,16 @@ def prepare(folder: Path, tokens: int, seed: int = 0) -> Path:
         writer.append(np.append(rng.randint(1, VOCABULARY, length - 1), 0), text_bytes=length)
     store.write_manifest(folder, {**writer.close(), "eos_id": 0, "vocab_size": VOCABULARY})
     return folder
+
+
+def save_tokenizer(data: Path) -> None:
+    """A token a word or digit in the prepared folder `data`: few enough for VOCABULARY, so most words are unknown."""
+    known = ["<eos>", "<unk>", *"0123456789", *"magic number city text The of is".split(), *niah.CITIES]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(data / "tokenizer")
 
 
 def write_recipe(folder: Path, *overrides: str, tokens: int = 2048) -> str:

@@ -15,6 +15,7 @@ from mtraining_nns.engines.world import World, layout_of
 from mtraining_nns.errors import UserError
 from mtraining_nns.loss import IGNORE
 from mtraining_nns.model import CausalLMLoss
+from mtraining_nns.needles import Needle, values
 from mtraining_nns.ops.attention import Operator
 
 MOST_SEQUENCES = 64  # of the held-out text
@@ -35,6 +36,26 @@ def evaluate(model: CausalLMLoss, operator: Operator, recipe, world: World) -> d
     for module in sharded_modules(model):  # no backward pass comes that would free the gathered weights
         module.reshard()
     return losses
+
+
+@torch.no_grad()
+def find_needles(model: CausalLMLoss, found: list[Needle], recipe, world: World) -> dict[str, float]:
+    """Scalars of needles under the operator in training. Collective."""
+    layout, dp = layout_of(recipe, world.ring), recipe.parallel.dp
+    losses = torch.zeros(len(found), dtype=torch.float64, device=world.device)
+    model.eval()
+    with hf.sequence(model.lm, seq_len=recipe.train.seq_len):
+        for first in range(0, len(found), dp):
+            number = first + world.dp_rank
+            needle = found[min(number, len(found) - 1)]
+            batch = place(needle.tokens.unsqueeze(0), layout, world)
+            needle.only_answer(batch)
+            loss = model(**batch)
+            if number < len(found):  # a ring without a needle of its own still takes part in gathering the weights
+                losses[number] += loss
+    for module in sharded_modules(model):
+        module.reshard()
+    return values(found, world.sum(losses).tolist())
 
 
 def check_held_out(recipe, trained: dict) -> None:

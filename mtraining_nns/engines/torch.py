@@ -16,13 +16,14 @@ from mtraining_nns import checkpoint, hf
 from mtraining_nns.checkpoint import State
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import Feed
-from mtraining_nns.engines.held_out import check_held_out, evaluate
+from mtraining_nns.engines.held_out import check_held_out, evaluate, find_needles
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import finish, keep_tokenizer, texts_of
 from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values, summary
 from mtraining_nns.model import CausalLMLoss, build_config, build_model, materialize
+from mtraining_nns.needles import Needle, needles
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.optim import build_optimizer, learning_rate, set_learning_rate
 from mtraining_nns.recipe import Recipe
@@ -60,6 +61,7 @@ class Run:
     log: Log
     meter: Meter
     last: dict  # latest logged and evaluated values by tag
+    needles: list[Needle]
 
     @classmethod
     def build(cls, recipe: Recipe, world: World) -> "Run":
@@ -67,6 +69,7 @@ class Run:
         feed = Feed(recipe, world, layout_of(recipe, world.ring))
         if recipe.data.eval_path is not None:
             check_held_out(recipe, feed.dataset.manifest)
+        hidden = needles(recipe) if recipe.log.niah_every else []
         found = checkpoint.find(recipe.checkpoint.dir, recipe.checkpoint.resume)
         try:
             model, operator = build_sharded(recipe, world, load=found is None)
@@ -84,7 +87,7 @@ class Run:
         losses, last = trainer["losses"], trainer["values"]
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
         meter = Meter(feed.batch * recipe.train.seq_len)
-        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last)
+        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last, hidden)
 
     @property
     def first_step(self) -> int:
@@ -106,6 +109,8 @@ class Run:
             self.report(step, result)
         if recipe.log.eval_every and done % recipe.log.eval_every == 0 and not final:
             self.evaluate(done)
+        if self.needles and done % recipe.log.niah_every == 0 and not final:
+            self.find_needles(done)
         if final or (recipe.checkpoint.every and done % recipe.checkpoint.every == 0):
             self.save(done)
 
@@ -120,6 +125,10 @@ class Run:
         """Held-out losses of the weights after `done` steps. Collective."""
         losses = evaluate(self.model, self.operator, self.recipe, self.world)
         self._say(done, {f"eval/loss_{name}": loss for name, loss in losses.items()})
+
+    def find_needles(self, done: int) -> None:
+        """Needles under the weights after `done` steps. Collective."""
+        self._say(done, find_needles(self.model, self.needles, self.recipe, self.world))
 
     def _say(self, done: int, values: dict) -> None:
         self.last.update(values)
@@ -142,6 +151,8 @@ class Run:
         """Evaluate, close the log, and sum the run up. Collective."""
         if self.recipe.data.eval_path is not None:
             self.evaluate(len(self.losses))
+        if self.needles:
+            self.find_needles(len(self.losses))
         self.log.close()
         tokens = self.meter.tokens_per_step
         return summary(self.losses, self.last, world=self.world.mesh.size(), tokens_per_step=tokens)
