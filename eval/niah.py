@@ -1,8 +1,9 @@
-"""A needle in a haystack: one sentence with a magic number, hidden at a depth of a long text, asked for at the end.
+"""Needles in a haystack: sentences with a magic number each, hidden in a long text, asked for at the end.
 
     [BOS] instruction | haystack ... needle ... haystack | question, "the magic number of Lisbon is" -> "4821973"
                       depth 0 %                     100 %
 
+Of several needles the first lies at the depth and the others evenly between it and the end; all are asked for.
 Prompts are built from token ids of the evaluated model, so lengths are exact: prompt plus the generation budget is at
 most the asked length and less than one sentence short of it. Nothing is ever truncated; a length that cannot hold the
 template and a sentence is an error. Only generated text is scored, so repeating the prompt earns nothing.
@@ -26,7 +27,12 @@ INSTRUCTION = (
 NEEDLE = " The magic number of {city} is {answer}."
 QUESTION = "\n\nQuestion: What is the magic number of {city}?\n"
 ANSWER = "Answer: The magic number of {city} in the text is"
-TEMPLATE = {"instruction": INSTRUCTION, "needle": NEEDLE, "question": QUESTION, "answer": ANSWER}
+INSTRUCTION_OF_SEVERAL = (
+    "Somewhere in the text below, {count} sentences state the magic number of a city each. "
+    "Find them and remember them: the question after the text asks for them.\n\n"
+)
+QUESTION_OF_SEVERAL = "\n\nQuestion: What are the magic numbers of {city}?\n"
+ANSWER_OF_SEVERAL = "Answer: The magic numbers of {city} in the text are"
 CITIES = ("Lisbon", "Nairobi", "Kyoto", "Quito", "Oslo", "Hanoi", "Denver", "Tunis", "Perth", "Riga", "Cusco", "Bergen")
 NOISE = (
     " The river runs slowly past the old mill.",
@@ -41,7 +47,7 @@ MAX_SENTENCE_CHARACTERS = 300  # text without sentence ends (code, tables) is cu
 
 @dataclass(frozen=True, kw_only=True)
 class NiahConfig:
-    """Lengths in tokens, prompt plus generation; depths in percent of the haystack."""
+    """Lengths in tokens, prompt plus generation; depths in percent of the haystack, of the first of `needles`."""
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
@@ -49,12 +55,15 @@ class NiahConfig:
     max_new_tokens: int = 32
     seed: int = 0
     chat: bool = False
+    needles: int = 1
 
     def __post_init__(self):
         if not self.lengths or min(self.lengths) < 1:
             raise UserError(f"niah needs lengths of at least 1 token, got {list(self.lengths)}; give e.g. 1k,4k")
         if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
             raise UserError(f"niah depths must lie in 0..100 percent, got {list(self.depths)}; give e.g. 0,50,100")
+        if not 1 <= self.needles <= len(CITIES):
+            raise UserError(f"niah hides 1 to {len(CITIES)} needles, got {self.needles}; change --needles")
         if self.samples < 1 or self.max_new_tokens < 1:
             raise UserError(
                 f"niah needs at least 1 sample and 1 generated token, got samples={self.samples}, "
@@ -89,7 +98,14 @@ class Niah(Generative):
         self.sentences = [ids for ids in tokenizer.encode(sentences) if ids]
         if not self.sentences:
             raise UserError("the haystack has no tokens; give a text that is not empty")
-        self.opening = self.form.before + tokenizer.encode([INSTRUCTION])[0]
+        several = config.needles > 1
+        self.template = {
+            "instruction": INSTRUCTION_OF_SEVERAL.format(count=config.needles) if several else INSTRUCTION,
+            "needle": NEEDLE,
+            "question": QUESTION_OF_SEVERAL if several else QUESTION,
+            "answer": ANSWER_OF_SEVERAL if several else ANSWER,
+        }
+        self.opening = self.form.before + tokenizer.encode([self.template["instruction"]])[0]
 
     def ids(self) -> list[str]:
         """Of all questions, in the order in which they are asked."""
@@ -106,16 +122,18 @@ class Niah(Generative):
 
     def build(self, name: str) -> Question:
         """Coordinates and seed decide a question, whatever else a run asks for. `needle_begin` is the prompt position
-        of the needle's first token.
+        of the first needle's first token.
 
         Raises UserError when its length cannot hold the template, one sentence and the generation budget.
         """
         _, length, depth, sample = name.split("/")
-        length, depth = int(length), float(depth)
+        length, depth, count = int(length), float(depth), self.config.needles
         rng = random.Random(f"{self.config.seed} {length} {depth:g} {sample}")
-        city, answer = rng.choice(CITIES), self._draw_answer(rng)
-        needle, question = self.tokenizer.encode([NEEDLE.format(city=city, answer=answer)])[0], self._closing(city)
-        room = length - len(self.opening) - len(needle) - len(question) - self.config.max_new_tokens
+        cities = [rng.choice(CITIES)] if count == 1 else rng.sample(CITIES, count)
+        answers = self._draw_answers(rng)
+        needles = self.tokenizer.encode([NEEDLE.format(city=c, answer=a) for c, a in zip(cities, answers)])
+        question = self._closing(_listed(cities))
+        room = length - len(self.opening) - sum(map(len, needles)) - len(question) - self.config.max_new_tokens
         hay = self._fill(room, start=rng.randrange(len(self.sentences)))
         if not hay:
             shortest = length - room + max(map(len, self.sentences))
@@ -124,37 +142,40 @@ class Niah(Generative):
                 f"use at least {shortest} for this tokenizer"
             )
         ends = [0, *accumulate(map(len, hay))]  # tokens before each sentence border
-        border = _nearest(ends, depth / 100 * ends[-1])
-        before = [token for sentence in hay[:border] for token in sentence]
-        after = [token for sentence in hay[border:] for token in sentence]
+        borders = [_nearest(ends, (depth + (100 - depth) * k / count) / 100 * ends[-1]) for k in range(count)]
+        parts = [hay[first:last] for first, last in zip([0, *borders], [*borders, len(hay)])]
+        text = [token for sentence in parts[0] for token in sentence]
         about = {
             "length": length,
             "depth": depth,
             "sample": int(sample),
-            "city": city,
-            "needle_begin": len(self.opening) + len(before),
+            "city": _listed(cities),
+            "needle_begin": len(self.opening) + len(text),
         }
-        prompt = self.opening + before + needle + after + question
-        return Question(name, prompt, self.config.max_new_tokens, [answer], "number", about)
+        for needle, part in zip(needles, parts[1:], strict=True):
+            text += needle + [token for sentence in part for token in sentence]
+        return Question(name, self.opening + text + question, self.config.max_new_tokens, answers, "numbers", about)
 
-    def _closing(self, city: str) -> list[int]:
-        question, answer = QUESTION.format(city=city), ANSWER.format(city=city)
+    def _closing(self, cities: str) -> list[int]:
+        question, answer = (self.template[part].format(city=cities) for part in ("question", "answer"))
         if not self.config.chat:
             return self.tokenizer.encode([question + answer])[0]
         asked, begun = self.tokenizer.encode([question, answer.removeprefix("Answer: ")])
         return [*asked, *self.form.after, *begun]
 
-    def _draw_answer(self, rng: random.Random) -> str:
-        """Seven digits that the haystack does not hold and that fit the generation budget."""
-        answer = str(rng.randrange(10**6, 10**7))
-        while answer in self.text:
+    def _draw_answers(self, rng: random.Random) -> list[str]:
+        """Seven digits each that the haystack does not hold and that fit the generation budget."""
+        answers = []
+        while len(answers) < self.config.needles:
             answer = str(rng.randrange(10**6, 10**7))
-        tokens = len(self.tokenizer.encode([f" {answer}"])[0])
+            if answer not in self.text and answer not in answers:
+                answers.append(answer)
+        tokens = len(self.tokenizer.encode([f" {_listed(answers)}"])[0])
         if tokens > self.config.max_new_tokens:
             raise UserError(
                 f"max_new_tokens={self.config.max_new_tokens} cannot hold an answer of {tokens} tokens; raise it"
             )
-        return answer
+        return answers
 
     def _fill(self, room: int, *, start: int) -> list[list[int]]:
         """Whole sentences from `start` on, round and round, until the next one does not fit into `room` tokens."""
@@ -164,6 +185,11 @@ class Niah(Generative):
             room -= len(sentence)
             position += 1
         return hay
+
+
+def _listed(words: list[str]) -> str:
+    """`a`, `a and b` or `a, b and c`."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
 def _nearest(ends: list[int], target: float) -> int:

@@ -2,7 +2,7 @@
 
 all    the share of the references that the answer holds (RULER's string match for lists of things to find)
 any    1 if the answer holds one of them (RULER's string match for questions with several right answers)
-number 1 if the answer holds the reference, a number, not as part of a longer one
+numbers the share of the references, all numbers, that the answer holds, not as part of a longer one
 
 Those of InfiniteBench are in infinitebench_scoring.py.
 """
@@ -33,10 +33,15 @@ def any_of(answer: str, references: list[str]) -> float:
     return float(any(reference.lower() in answer for reference in references))
 
 
-def number(answer: str, references: list[str]) -> float:
-    """1.0 if the number occurs, not as part of a longer one."""
-    (reference,) = references
-    return float(re.search(rf"(?<!\d){reference}(?!\d)", answer) is not None)
+def numbers(answer: str, references: list[str]) -> float:
+    """Share of the numbers that occur, not as part of a longer one.
+
+    >>> numbers("They are 17 and 170.", ["17", "70"])
+    0.5
+    """
+    answer = cleaned(answer)
+    found = [re.search(rf"(?<!\d){reference}(?!\d)", answer) is not None for reference in references]
+    return sum(found) / len(references)
 
 
-METRICS = {"all": all_of, "any": any_of, "number": number, **infinitebench_scoring.METRICS}
+METRICS = {"all": all_of, "any": any_of, "numbers": numbers, **infinitebench_scoring.METRICS}

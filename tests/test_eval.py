@@ -14,7 +14,7 @@ from mtraining_nns.eval.huggingface import TextTokenizer
 from mtraining_nns.eval.niah import NOISE, Niah, NiahConfig, split_sentences
 from mtraining_nns.eval.perplexity import Perplexity, PerplexityConfig, cut_sequences, position_nll, spans, summed
 from mtraining_nns.eval.runner import Records, run
-from mtraining_nns.eval.scoring import all_of, any_of, number
+from mtraining_nns.eval.scoring import METRICS, all_of, any_of, numbers
 from mtraining_nns.eval.text import read_source
 
 STORY = "It rained. Nobody came! Why?\nThe road was long, and the lamp was dim. Then it stopped.\n\nA new day began. "
@@ -33,7 +33,7 @@ class Oracle:
 
     def generate(self, prompts, max_new_tokens):
         texts = map(self.tokenizer.decode, prompts)
-        return self.tokenizer.encode([f" {re.search(r'is ([0-9]{7})[.]', text)[1]}. Next" for text in texts])
+        return self.tokenizer.encode([f" {' '.join(re.findall(r'is ([0-9]{7})[.]', text))}. Next" for text in texts])
 
 
 class Echo:
@@ -70,6 +70,27 @@ def test_planted_answers_score_100_and_the_prompt_scores_nothing(tokenizer):
     assert not any(record["score"] for record in records_of(Echo(0, config.max_new_tokens), suite))
     with pytest.raises(ValueError, match="new tokens only"):
         records_of(Echo(0, None), suite)
+
+
+@pytest.mark.parametrize("depth", (0, 40, 100))
+def test_several_needles_lie_between_the_depth_and_the_end(tokenizer, depth):
+    config = NiahConfig(lengths=(3000,), depths=(depth,), needles=3, max_new_tokens=64)
+    suite = Niah(config, tokenizer, (STORY * 3,))
+    question = suite.build(suite.ids()[0])
+    text, longest = tokenizer.decode(question.prompt), max(map(len, suite.sentences))
+    first, second, third = (text.index(f" is {answer}.") for answer in question.references)
+    assert first <= second <= third and text.endswith(f"magic numbers of {question.about['city']} in the text are")
+    hay = len(text) - len(suite.opening)
+    for place, share in ((second - first, 1 / 3), (third - second, 1 / 3)):
+        assert place == pytest.approx(hay * (100 - depth) / 100 * share, abs=3 * longest)
+    score = METRICS[question.metric]
+    assert score(" and ".join(question.references), question.references) == 1
+    assert score(question.references[1] + "0 " + question.references[2], question.references) == 1 / 3
+    assert all(record["score"] == 1 for record in records_of(Oracle(tokenizer), suite))
+    with pytest.raises(UserError, match="max_new_tokens=20 cannot hold an answer of"):
+        Niah(NiahConfig(lengths=(3000,), needles=3, max_new_tokens=20), tokenizer).check()
+    with pytest.raises(UserError, match="niah hides 1 to 12 needles, got 13"):
+        NiahConfig(lengths=(3000,), needles=13)
 
 
 def test_each_cell_has_its_own_score(tokenizer):
@@ -143,8 +164,8 @@ def test_sentences_join_to_their_text():
 
 
 def test_a_longer_number_is_not_the_answer():
-    assert number("it is 1234567.", ["1234567"]) == 1
-    assert number("it is 12345678", ["1234567"]) == number("", ["1234567"]) == 0
+    assert numbers("it is 1234567.", ["1234567"]) == 1
+    assert numbers("it is 12345678", ["1234567"]) == numbers("", ["1234567"]) == 0
 
 
 def test_metrics_count_what_an_answer_holds():

@@ -36,6 +36,7 @@ def add_parser(subparsers) -> None:
     add("--prompt", choices=("base", "chat"), default="base", help="plain text, or the tokenizer's chat template")
     add("--tasks", metavar="LIST", help="ruler, infinitebench: some of their tasks (default: all)")
     add("--depths", default="0,25,50,75,100", metavar="LIST", help="niah: needle depths in percent")
+    add("--needles", type=int, default=1, metavar="N", help="niah: needles in a prompt, all asked for (default 1)")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="niah: generation budget (default 32)")
     add("--window", metavar="N", help="perplexity: tokens read at once (default: the whole sequence)")
     add("--stride", metavar="N", help="perplexity: tokens scored per further window (default: half the window)")

@@ -41,6 +41,7 @@ class Niah(_Prompts):
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
             chat=args.prompt == "chat",
+            needles=args.needles,
         )
 
     def __init__(self, config, tokenizer, text, args):
@@ -51,7 +52,7 @@ class Niah(_Prompts):
         self.settings = {
             **vars(config),
             **self.suite.form.describe(),
-            "template": niah.TEMPLATE,
+            "template": self.suite.template,
             "haystack": "built-in sentences" if text is None else text.describe(),
         }
 
