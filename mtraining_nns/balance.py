@@ -36,7 +36,7 @@ class Inputs:
             config = AttentionConfig(layout=kind, block=self.indices[0].block, granularity=self.granularity, stride=1)
             layout = Layout.of(config, self.seq_len, world, inner)
         except ValueError as error:
-            raise UserError(f"{error}; change --granularity or --world") from error
+            raise UserError(f"{error}; change --block, --granularity or --world") from error
         needed, share = shortest(config, self.seq_len, world)
         if self.seq_len < needed:
             raise UserError(

@@ -33,7 +33,7 @@ def launch(path: str, overrides: list[str], nproc: int | None) -> int:
         raise UserError(f"--nproc must be at least 1, got {nproc}")
     nproc = nproc or default_nproc(recipe)
     recipe = recipe.resolve(nproc)
-    engines.check(recipe.parallel)
+    engines.check(recipe)
     gpus = count_gpus()
     if 0 < gpus < nproc:
         raise UserError(

@@ -47,7 +47,7 @@ def trainer_args(recipe, path: str, *, resume: str | None = None) -> dict:
         "compute_config": compute,
         "run_mode": "run",
         "gen_savedir": os.path.join(code, _hash(compute)),
-        "gen_reuse": "match",
+        "gen_reuse": "moo",  # what a killed run left incomplete is generated again
         "broadcast_strategy": "none",  # machines share checkpoint.dir
         "pas_policy": "mtraining_nns.policy.context_parallel",
         "init_env_fn": f"{PARTS}.join",
@@ -90,15 +90,14 @@ def trainer_args(recipe, path: str, *, resume: str | None = None) -> dict:
 
 
 def identity(recipe) -> str:
-    """A hash of all that the generated code of a recipe follows from, beside what nnScaler itself compares."""
+    """A hash of all that the generated code and the initial weights beside it follow from, but for what nnScaler itself
+    compares. Reads the weights of model.path.
+    """
     import torch
     import transformers
 
     model, train = asdict(recipe.model), recipe.train
-    config = os.path.join(recipe.model.path or "", "config.json")
-    if os.path.isfile(config):
-        with open(config, encoding="utf-8") as stream:
-            model["config"] = stream.read()
+    model["weights"] = train.seed if recipe.model.path is None else digests(recipe.model.path)
     told = {
         "model": model,
         "attention": asdict(recipe.attention),
@@ -106,6 +105,16 @@ def identity(recipe) -> str:
         "versions": [__version__, torch.__version__, transformers.__version__],
     }
     return _hash(told)
+
+
+def digests(folder: str) -> dict[str, str]:
+    """sha256 of config.json and of the safetensors files of a model folder, by name."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        if name == "config.json" or name.endswith(".safetensors"):
+            with open(os.path.join(folder, name), "rb") as stream:
+                found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
 
 
 def _hash(told: dict) -> str:

@@ -21,7 +21,7 @@ import torch
 from mtraining_nns.data.collator import collate_ring
 from mtraining_nns.engines import nnscaler_fault
 from mtraining_nns.errors import UserError
-from mtraining_nns.ops.config import AttentionConfig
+from mtraining_nns.ops.config import AttentionConfig, shortest
 from mtraining_nns.ops.layout import Layout
 
 COLLECTIVE = re.compile(r"runtime\.adapter\.(?:nn\.)?([a-z_]+)\(")
@@ -45,6 +45,12 @@ class Request:
         for name in ("world", "seq_len", "batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        needed, share = shortest(self.attention.resolved(), self.seq_len, self.world)
+        if self.seq_len < needed:
+            raise UserError(
+                f"--world {self.world} gives each GPU {share}, so --seq-len must be at least {needed}, got"
+                f" {self.seq_len}; use fewer GPUs, a smaller attention.block or longer sequences"
+            )
         if self.model.count(":") != 1:
             raise UserError(f"expected package.module:Model, got {self.model!r}")
 

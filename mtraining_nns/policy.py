@@ -53,6 +53,13 @@ def _follow(node, cut: dict, ngpus: int) -> OpPartition | None:
             f"{node.signature} cannot be cut along the tokens (input {index}, dim {dim}) over {ngpus} GPUs, its"
             f" annotation is {node.anno}; call an operator that can, or register one; from {node.comment}"
         )
+    for i, x in enumerate(node.inputs()):
+        if isinstance(x, IRSubTensor) and i not in wanted and parts[0].input(i).splitdims():
+            raise RuntimeError(
+                f"{node.signature} would cut its input {i} along the tokens, which comes whole: in the ring's order its"
+                " rows are other tokens; make it of samples['position_ids'], not of torch.arange or a table as long as"
+                f" the sequence; from {node.comment}"
+            )
     found = {i: parts[0].input(i).splitdims() for i in wanted}
     if any(list(found[i]) != [dim] for i, dim in wanted.items()):
         raise RuntimeError(

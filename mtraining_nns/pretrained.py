@@ -72,4 +72,5 @@ class Pretrained:
         try:
             return kind.from_pretrained(**self.source, local_files_only=True, **options)
         except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise UserError(f"{self.place} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+            fix = "; is it a whole GGUF file?" if self.is_gguf else ""
+            raise UserError(f"{self.place} cannot be loaded: {str(error).strip().splitlines()[0]}{fix}") from error

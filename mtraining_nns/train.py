@@ -34,7 +34,7 @@ def run(arguments: list[str], process: environment.Process) -> None:
     if not arguments or arguments[0].startswith("-"):
         raise UserError("usage: python -m mtraining_nns.train RECIPE [section.key=value ...]")
     recipe = Recipe.load(arguments[0], arguments[1:]).resolve(process.world)
-    engines.check(recipe.parallel)
+    engines.check(recipe)
     if process.rank == 0:
         keep(recipe)
     engines.train(recipe)

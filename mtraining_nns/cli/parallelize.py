@@ -14,7 +14,7 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("parallelize", help="compile a model of your own with nnScaler and print the plan")
     add = parser.add_argument
     add("model", metavar="MODEL", help="package.module:Model")
-    add("overrides", nargs="*", metavar="attention.key=value", help="settings of the operator")
+    add("overrides", nargs="*", default=[], metavar="attention.key=value", help="settings of the operator")
     add("--world", type=int, required=True, metavar="N", help="GPUs of the plan")
     add("--seq-len", required=True, metavar="N", help="tokens, such as 8k")
     add("--out", required=True, metavar="DIR", help="where the generated code goes")

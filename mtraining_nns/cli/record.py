@@ -19,7 +19,7 @@ def add_parser(subparsers) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a model folder or a .gguf file")
     add("text", metavar="TEXT", help="text file, folder of text, or prepared data folder")
-    add("overrides", nargs="*", metavar="attention.key=value", help="settings of the operator")
+    add("overrides", nargs="*", default=[], metavar="attention.key=value", help="settings of the operator")
     add("--out", required=True, metavar="FILE", help="the safetensors file to write")
     add(
         "--budgets",
@@ -34,6 +34,7 @@ def add_parser(subparsers) -> None:
 
 def run(args) -> None:
     """Check, run, write, print."""
+    import os
     from pathlib import Path
 
     from mtraining_nns import recipe_yaml
@@ -41,8 +42,14 @@ def run(args) -> None:
 
     attention = recipe_yaml.attention(args.overrides, "record")
     for name, path in (("--out", args.out), ("--budgets", args.budgets)):
-        if path is not None and not Path(path).absolute().parent.is_dir():
+        if path is None:
+            continue
+        if not Path(path).absolute().parent.is_dir():
             raise UserError(f"the folder of {name} {path} does not exist; make it first")
+        if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
+            raise UserError(
+                f"{name} {path} cannot be written, it is a folder or lies in one of somebody else; give a file"
+            )
     if args.budgets is not None and (attention.pattern != "vertical_slash" or attention.dense_layers):
         raise UserError(
             f"--budgets needs vertical_slash in every layer, got {attention.pattern}, dense layers"

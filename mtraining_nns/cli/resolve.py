@@ -17,7 +17,7 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("resolve", help="write the file that nnscaler-train runs")
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a YAML file, such as recipes/demo.yaml")
-    add("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
+    add("overrides", nargs="*", default=[], metavar="section.key=value", help="changes to the recipe")
     add("--nproc", type=int, required=True, metavar="N", help="processes of the run, over all machines")
     add("--out", required=True, metavar="FILE", help="the file to write; FILE.recipe.yaml goes beside it")
 
@@ -34,6 +34,9 @@ def run(args) -> None:
 
     if args.nproc < 1:
         raise UserError(f"--nproc must be at least 1, got {args.nproc}")
+    folder = os.path.dirname(os.path.abspath(args.out))
+    if not os.path.isdir(folder):
+        raise UserError(f"{folder} is no folder; make it or give another --out")
     recipe = Recipe.load(args.recipe, args.overrides).resolve(args.nproc)
     recipe.make_run_folder()
     beside = f"{args.out}.recipe.yaml"
@@ -41,9 +44,6 @@ def run(args) -> None:
         (beside, recipe.to_yaml()),
         (args.out, yaml.safe_dump(trainer_args(recipe, beside), sort_keys=False)),
     ):
-        folder = os.path.dirname(os.path.abspath(path))
-        if not os.path.isdir(folder):
-            raise UserError(f"{folder} is no folder; make it or give another --out")
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(text)
     print(f"wrote {args.out}; run it with: torchrun --nproc-per-node N -m nnscaler.cli.train -f {args.out}")

@@ -14,7 +14,7 @@ def add_parser(verbs) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("train", help="train a recipe on the processes of this machine")
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, such as recipes/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="changes to the recipe")
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="processes to start (default: parallel.cp x dp, else the GPUs, else dp)"
     )

@@ -1,13 +1,19 @@
 """Engines: who runs the training loop of a recipe. Choosing one imports neither torch nor nnScaler."""
 
+import glob
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
 
 ENGINES = {"torch": "mtraining_nns.engines.torch", "nnscaler": "mtraining_nns.engines.nnscaler"}
+CHECKPOINTS = {  # of each engine, complete ones, in checkpoint.dir
+    "torch": os.path.join("step-*", "manifest.json"),
+    "nnscaler": os.path.join("nnscaler", "states", "*", "complete.json"),
+}
 VERSION = "0.9"  # of nnScaler: 0.8 has no plans of operators and no ZeRO 3
 WHERE = "https://github.com/msrasys/nnscaler says how to install it"
 
@@ -22,13 +28,22 @@ def choose(engine: str) -> tuple[str, str]:
     return "torch", fault or "parallel.engine=nnscaler asks for the other one"
 
 
-def check(parallel) -> None:
-    """UserError for a section that the engine it means cannot do."""
-    if choose(parallel.engine)[0] == "torch" and parallel.zero not in (2, 3):
+def check(recipe) -> None:
+    """UserError for a recipe that its engine cannot do, and where the other engine has trained in its folder."""
+    name, zero = choose(recipe.parallel.engine)[0], recipe.parallel.zero
+    if name == "torch" and zero not in (2, 3):
         raise UserError(
-            f"parallel.zero={parallel.zero} is for parallel.engine=nnscaler, the torch engine does 2 and 3; use one of"
-            " these"
+            f"parallel.zero={zero} is for parallel.engine=nnscaler, the torch engine does 2 and 3; use one of these"
         )
+    folder = recipe.checkpoint.dir
+    for other, place in CHECKPOINTS.items():
+        found = glob.glob(os.path.join(glob.escape(folder), place))
+        if other != name and found:
+            raise UserError(
+                f"checkpoint.dir={folder} holds {os.path.basename(os.path.dirname(max(found)))} of the {other} engine,"
+                f" which parallel.engine={name} does not read; go on with parallel.engine={other}, or take another"
+                " checkpoint.dir"
+            )
 
 
 def nnscaler_fault() -> str:
@@ -46,7 +61,7 @@ def nnscaler_fault() -> str:
 
 def train(recipe) -> dict:
     """Train a resolved recipe in this worker; returns the run's summary."""
-    check(recipe.parallel)
+    check(recipe)
     name, reason = choose(recipe.parallel.engine)
     if (Process.launched() or Process()).rank == 0:
         print(f"engine {name}: {reason}", flush=True)

@@ -53,7 +53,12 @@ def _resume(recipe: Recipe, states: str) -> str | None:
     """The checkpoint to go on from, None for a fresh start; those that were not completed do not count."""
     wanted = recipe.checkpoint.resume
     if wanted not in ("auto", "never"):
-        return wanted
+        found = nnscaler_states.find(wanted)
+        if found is None:
+            raise UserError(
+                f"{wanted} holds no complete checkpoint of nnScaler; give a checkpoint.dir or one of its step folders"
+            )
+        return found
     newest = nnscaler_states.latest(states)
     if wanted == "never" and newest is not None:
         raise UserError(

@@ -8,6 +8,7 @@ GPUs it runs on CPUs and gloo.
 """
 
 import argparse
+import inspect
 
 from mtraining_nns import nnscaler_cpu
 
@@ -47,14 +48,16 @@ def main() -> None:
         (number,) = sample_ids(step, len(dataset), batch=1, seed=0)
         return {name: x.to(device) for name, x in collate_ring(dataset[number][None], layout).items()}
 
-    model = Custom(attention, seq_len=args.seq_len, words=dataset.manifest["vocab_size"], places=args.seq_len)
+    made_of = {"seq_len": args.seq_len, "words": dataset.manifest["vocab_size"], "places": args.seq_len}
+    torch.manual_seed(0)
+    model = Custom(attention, **made_of)
     config = ComputeConfig(
         world, world, use_end2end=True, constant_folding=True, use_zero=1, pas_config={"recompute": True},
         trace_strategy="cuda_run_cpu_offload" if torch.cuda.is_available() else "cpu",
-        # code of another length or other settings is not reused
-        user_config={"seq_len": args.seq_len, "settings": nnscaler_ops.settings_of(attention)},
+        # all that the code and the initial weights beside it follow from: those of another model are not reused
+        user_config={**made_of, "settings": nnscaler_ops.settings_of(attention), "model": inspect.getsource(Custom)},
     )  # fmt: skip
-    model = parallelize(model, {"samples": samples(0)}, context_parallel, config, gen_savedir=args.code, reuse="match")
+    model = parallelize(model, {"samples": samples(0)}, context_parallel, config, gen_savedir=args.code, reuse="moo")
     optimizer = build_optimizer(model.to(device), torch.optim.AdamW, lr=args.lr)
     for step in range(args.steps):
         batch = samples(step)
