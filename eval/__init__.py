@@ -1,6 +1,7 @@
 """Evaluation of long-context causal language models.
 
 text         where evaluation text comes from: files, folders, the held-out part of a prepared data folder
+fetch        public evaluation data by name: sources.yaml, each file with its sha256
 questions    what a suite asks an engine; prompts: prompts of an exact length; scoring: metrics of answers
 ruler        RULER's 13 tasks at any length: ruler.yaml, ruler_tasks (what prompts hold), ruler_sources (what they read)
 infinitebench  InfiniteBench's 12 tasks: infinitebench.yaml, infinitebench_rows (its files), infinitebench_scoring

@@ -18,6 +18,7 @@ VERBS = (
     "convert",
     "train",
     "export",
+    "fetch",
     "eval",
     "compare",
     "balance",
