@@ -16,6 +16,7 @@ import traceback
 from multiprocessing.connection import wait
 
 import torch
+import torch.distributed as dist
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of, check_names
@@ -55,14 +56,17 @@ class RingEngine:
                 " or a smaller attention block"
             )
         self.ranks, self.processes, self.pipes = ranks, [], []
+        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        if not on_cpu and torch.cuda.device_count() < ranks:
+            raise UserError(
+                f"{ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}; lower --gpus"
+            )
         told = {"model_dir": model_dir, "attention": attention, "attention_config": config, "dtype": dtype}
+        told["on_cpu"] = on_cpu
         context, port = multiprocessing.get_context("spawn"), _free_port()
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            if device == "cpu":
-                place["CUDA_VISIBLE_DEVICES"] = ""
+            place = {"rank": rank, "world_size": ranks, "init_method": f"tcp://127.0.0.1:{port}"}
             process = context.Process(target=_serve, args=(place, told, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -117,18 +121,22 @@ def _free_port() -> int:
 
 def _serve(place: dict, told: dict, pipe) -> None:
     """A rank: load, then score whatever comes."""
-    os.environ.update({name: str(value) for name, value in place.items()})
-    from mtraining_nns.engines.world import start
+    if told.pop("on_cpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from mtraining_nns.eval.huggingface import HuggingFaceEngine
-    from mtraining_nns.sections import ParallelConfig
+    from mtraining_nns.ops.ring import Ring
 
+    rank, cuda = place["rank"], torch.cuda.is_available()
     try:
-        with start(ParallelConfig(cp=place["WORLD_SIZE"])) as world:
-            engine = HuggingFaceEngine(**told, device=str(world.device), ring=world.ring)
-            pipe.send(("answer", engine.describe()))
-            while True:
-                nll = engine.nll(torch.tensor(pipe.recv()))
-                pipe.send(("answer", nll.tolist() if world.rank == 0 else None))
+        if cuda:
+            torch.cuda.set_device(rank)
+        dist.init_process_group("nccl" if cuda else "gloo", **place)
+        device = f"cuda:{rank}" if cuda else "cpu"
+        engine = HuggingFaceEngine(**told, device=device, ring=Ring.create(place["world_size"]))
+        pipe.send(("answer", engine.describe()))
+        while True:
+            nll = engine.nll(torch.tensor(pipe.recv()))
+            pipe.send(("answer", nll.tolist() if rank == 0 else None))
     except EOFError:
         pass  # the parent is gone
     except UserError as error:
