@@ -112,8 +112,11 @@ def digests(folder: str) -> dict[str, str]:
     found = {}
     for name in sorted(os.listdir(folder)):
         if name == "config.json" or name.endswith(".safetensors"):
+            digest = hashlib.sha256()
             with open(os.path.join(folder, name), "rb") as stream:
-                found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+                while part := stream.read(1 << 22):
+                    digest.update(part)
+            found[name] = digest.hexdigest()
     return found
 
 

@@ -9,9 +9,11 @@ whose forward takes samples (input_ids, labels, position_ids) and returns the su
 """
 
 import importlib
+import logging
 import os
 import re
 import sys
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,14 +111,28 @@ def compile_plan(request: Request) -> Plan:
     options = {"trace_strategy": "meta", "use_end2end": True, "constant_folding": True, "use_zero": request.zero}
     config = ComputeConfig(request.world, request.world, **options, pas_config={"recompute": request.recompute})
     samples = {"samples": collate_ring(torch.zeros(request.batch, request.seq_len, dtype=torch.long), layout)}
+    logging.getLogger("nnscaler.parallel").setLevel(logging.CRITICAL)  # it shows a traceback of what is said below
     try:
         parallelize(module, samples, policy, config, gen_savedir=request.out, reuse="override", load_module=False)
     except RuntimeError as error:
         cause = error.__cause__ or error
-        raise UserError(f"{request.model} cannot be parallelised: {' '.join(str(cause).split())}") from error
+        told = f"{request.model} cannot be parallelised: {' '.join(str(cause).split())}"
+        raise UserError(told + _where(cause, request)) from error
     code = next(Path(request.out).rglob("gencode0.py"))
     found = Counter(COLLECTIVE.findall(code.read_text(encoding="utf-8")))
     return Plan(request, layout.padded_len, seen["cut"], seen["whole"], found, parameters, str(code.parent))
+
+
+def _where(error: BaseException, request: Request) -> str:
+    """The line of the model's own file at which tracing ended, "" where that says nothing."""
+    file = sys.modules[request.model.partition(":")[0]].__file__
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if not lines or "; from " in str(error):
+        return ""
+    return (
+        f"; from {file}, line {lines[-1].lineno}: {lines[-1].line}; a traced model may not look at values of tensors,"
+        " as if, .item() and .tolist() do"
+    )
 
 
 def _model(request: Request) -> torch.nn.Module:

@@ -1,7 +1,9 @@
-"""The model of recipes/custom_model, and two that cannot be cut along the tokens."""
+"""The model of recipes/custom_model, and some that cannot be cut along the tokens, or not be traced."""
 
 import sys
 from pathlib import Path
+
+import torch
 
 from mtraining_nns import nnscaler_ops
 
@@ -27,4 +29,25 @@ class Unknown(Custom):
         x = self.words(samples["input_ids"]).unflatten(-1, (-1, 2)).flatten(2)
         for layer in self.layers:
             x = layer(x)
+        return nnscaler_ops.linear_cross_entropy(x, self.head.weight, samples["labels"])
+
+
+class Numbered(Custom):
+    """Counts positions, where the ring's order has others."""
+
+    def forward(self, samples):
+        x = self.words(samples["input_ids"])
+        x = x + self.places(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers:
+            x = layer(x)
+        return nnscaler_ops.linear_cross_entropy(x, self.head.weight, samples["labels"])
+
+
+class Looking(Custom):
+    """Looks at a value, which a trace has not."""
+
+    def forward(self, samples):
+        x = self.words(samples["input_ids"])
+        if x.mean() > 0:
+            x = -x
         return nnscaler_ops.linear_cross_entropy(x, self.head.weight, samples["labels"])

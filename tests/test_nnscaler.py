@@ -166,6 +166,7 @@ REFUSED = [
     ("llama", {"ring": 1}, r"no ring of ranks \(0, 1\), there are .*call nnscaler_ops.connect\(plan_ngpus\)"),
     ("llama", {"policy": "replicated"}, "is replicated over 2 GPUs, expected its tokens"),
     ("Unknown", {}, "does not know how torch.unflatten can be cut .*register_op; from .*custom_model.py"),
+    ("Numbered", {}, "would cut its input .* make it of samples.'position_ids'.*custom_model.py"),
     ("Mixing", {}, "softmax cannot be cut along the tokens .*custom_model.py"),
 ]
 
@@ -194,11 +195,16 @@ def test_the_example_trains(tmp_path):
     prepare(PrepareConfig(sources=(str(tmp_path / "text"),), out=str(tmp_path / "data"), train_bpe=300))
     script = Path(__file__).parents[1] / "recipes" / "custom_model" / "train.py"
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), str(tmp_path / "data")]
-    line += ["--seq-len", "500", "--steps", "20", "--code", str(tmp_path / "code")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)]
-    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+    line += ["--code", str(tmp_path / "code")]
+    # then another length, and the first again: code and initial weights are those of the length
+    told = []
+    for length, steps in ((500, 20), (256, 1), (500, 1)):
+        run = [*line, "--seq-len", str(length), "--steps", str(steps)]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        told.append([float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)])
+    assert len(told[0]) == 20 and told[0][-1] < told[0][0] - 1
+    assert told[2] == told[0][:1] != told[1]
 
 
 def test_the_verb_prints_the_plan(tmp_path):
@@ -216,6 +222,10 @@ def test_the_verb_prints_the_plan(tmp_path):
     ("model", "words"),
     [
         ("custom_model:Mixing", ["cannot be parallelised: torch", "softmax cannot be cut", "custom_model.py"]),
+        (
+            "custom_model:Looking",
+            ["cannot be parallelised", "custom_model.py, line", "if x.mean() > 0", "may not look"],
+        ),
         ("custom_model:Nothing", ["cannot be made", "has no attribute 'Nothing'"]),
         ("custom_model", ["expected package.module:Model, got 'custom_model'"]),
         ("os:getcwd", ["os:getcwd cannot be made: TypeError"]),
@@ -225,3 +235,4 @@ def test_what_cannot_be_parallelised_is_one_line(model, words, tmp_path):
     line = [sys.executable, "-m", "mtraining_nns.cli", "parallelize", model, "--world", "2", "--seq-len", "500"]
     done = subprocess.run([*line, "--out", str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 2 and all(word in done.stderr.splitlines()[-1] for word in words), done.stderr
+    assert "Traceback" not in done.stderr

@@ -174,22 +174,34 @@ def test_code_of_another_run_is_not_run(folder, expected):
     first = train(folder, "stale", 2, *once)
     code = folder / "stale" / "nnscaler" / "code"
     made = {path.name for path in code.iterdir()}
-    for change in ("attention.pattern=dense", "train.seq_len=128"):
+    for change in ("attention.pattern=dense", "train.seq_len=128", "train.seed=7"):
         shutil.rmtree(folder / "stale" / "nnscaler" / "states")
-        found = train(folder, "stale", 2, *once, change)
+        found = train(folder, "stale", 2, *once, "log.niah_every=0", change)
         assert (found["attention/density"] == 1.0) == ("dense" in change)
         assert (found["tokens_per_step"] == first["tokens_per_step"]) == ("seq_len" not in change)
-    assert len(list(code.iterdir())) == 3
+        assert found["losses"] != first["losses"], "the initial weights are those of another run"
+    assert len(list(code.iterdir())) == 4
     shutil.rmtree(folder / "stale" / "nnscaler" / "states")
     times = {name: (code / name).stat().st_mtime for name in made}
     assert train(folder, "stale", 2, *once)["losses"] == first["losses"]
     assert {name: (code / name).stat().st_mtime for name in made} == times
+    shutil.rmtree(folder / "stale" / "nnscaler" / "states")
+    for file in (file for name in made for file in (code / name).rglob("gencode1.py")):
+        file.unlink()  # as a kill while code is written leaves it
+    assert train(folder, "stale", 2, *once)["losses"] == first["losses"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(folder):
     found = start(folder, "nan", 2, "parallel.engine=nnscaler", "train.lr=1e30", "train.clip=1e30")
     assert found.returncode != 0 and "samples [" in found.stdout + found.stderr
     assert "not finite" in found.stdout + found.stderr or "loss nan" in found.stdout + found.stderr
+
+
+def test_a_checkpoint_to_go_on_from_is_checked_before_the_model_is_built(folder, expected):
+    for wrong in (folder / "torch", folder / "torch" / "step-000004", folder):
+        found = start(folder, "unread", 2, "parallel.engine=nnscaler", f"checkpoint.resume={wrong}")
+        assert found.returncode == 2 and f"{wrong} holds no complete checkpoint of nnScaler" in found.stderr
+        assert "Traceback" not in found.stderr
 
 
 def test_stock_nnscaler_train_runs_the_resolved_file(folder, expected):

@@ -25,10 +25,17 @@ def add_parser(subparsers) -> None:
 
 def run(args) -> None:
     """Check, compile, print."""
+    from pathlib import Path
+
     from mtraining_nns import recipe_yaml
     from mtraining_nns.cli.words import parse_length
+    from mtraining_nns.errors import UserError
 
     attention = recipe_yaml.attention(args.overrides, "parallelize")
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {args.out} cannot be made ({error.strerror}); give the path of a folder") from error
     # Imported here because torch takes seconds and a mistake above needs none of it.
     from mtraining_nns.parallelize import Request, compile_plan
 
