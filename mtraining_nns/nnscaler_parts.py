@@ -74,12 +74,7 @@ class Visits(torch.utils.data.Dataset):
     def __init__(self, recipe: str):
         self.recipe = Recipe.load(recipe)
         self.data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
-        self.layout = layout_of(self.recipe)
-
-    @property
-    def batch(self) -> int:
-        """Sequences of an optimizer step."""
-        return batch_of(self.recipe)
+        self.layout, self.batch = layout_of(self.recipe), self.recipe.batch
 
     def __len__(self) -> int:
         return self.recipe.train.steps * self.batch
@@ -94,11 +89,6 @@ def layout_of(recipe: Recipe) -> Layout:
     world = _Joined.world
     inner = None if world is None else world.ring.node_size
     return Layout.of(recipe.attention, recipe.train.seq_len, recipe.parallel.cp, inner)
-
-
-def batch_of(recipe: Recipe) -> int:
-    """Sequences of an optimizer step, over all rings."""
-    return recipe.parallel.dp * recipe.train.micro_batch * recipe.train.accumulation
 
 
 class InOrder(torch.utils.data.Sampler):
@@ -173,7 +163,7 @@ class RecipeHook(TrainHook):
         self.place = held_out.Place(self.recipe, self.world, layout_of(self.recipe))
         first = len(self.progress.losses)
         self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
-        self.meter = Meter(batch_of(self.recipe) * train.seq_len)
+        self.meter = Meter(self.recipe.batch * train.seq_len)
         self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
         if self.world.rank == 0:
             keep_tokenizer(self.recipe)
@@ -213,7 +203,7 @@ class RecipeHook(TrainHook):
         step, norm = trainer.train_status.finished_train_steps, norm.item()
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
             data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
-            ids = sample_ids(step, len(data), batch_of(self.recipe), self.recipe.data.seed)
+            ids = sample_ids(step, len(data), self.recipe.batch, self.recipe.data.seed)
             raise NotFinite(
                 f"step {step}: loss {self.loss}, gradient norm {norm}, samples {ids} of {self.recipe.data.path}"
             )

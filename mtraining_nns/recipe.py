@@ -60,6 +60,11 @@ class Recipe:
         if not os.access(self.checkpoint.dir, os.W_OK):
             raise UserError(f"checkpoint.dir={self.checkpoint.dir} is not writable; choose another folder")
 
+    @property
+    def batch(self) -> int:
+        """Sequences of an optimizer step, over all rings."""
+        return self.parallel.dp * self.train.micro_batch * self.train.accumulation
+
     def resolve(self, world: int) -> "Recipe":
         """The recipe of a run with `world` processes: no default left open, lengths and data checked; raises UserError.
 

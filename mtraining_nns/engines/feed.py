@@ -20,14 +20,9 @@ class Feed:
 
     def __init__(self, recipe, world: World, layout: Layout):
         self.dataset = PackedDataset(recipe.data.path, recipe.train.seq_len)
-        self.seed, self.train, self.dp = recipe.data.seed, recipe.train, recipe.parallel.dp
+        self.seed, self.train, self.dp, self.batch = recipe.data.seed, recipe.train, recipe.parallel.dp, recipe.batch
         self.world, self.layout = world, layout
         self.guarded = recipe.parallel.data_guard_steps if world.ring.world > 1 else 0
-
-    @property
-    def batch(self) -> int:
-        """Samples of one optimizer step, over all ranks."""
-        return self.dp * self.train.micro_batch * self.train.accumulation
 
     def ids(self, step: int) -> list[int]:
         """Samples of a step, over all ranks."""
