@@ -1,6 +1,7 @@
 """Recipes: keys, types, ranges, overrides, and what depends on the launch; every mistake is one line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +181,14 @@ def test_the_engine_needs_its_nnscaler(monkeypatch, found, version, message):
             engines.choose("nnscaler")
     else:
         assert engines.choose("nnscaler") == ("nnscaler", "as the recipe says")
+
+
+@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*_*.yaml")), ids=str)
+def test_the_recipes_load_and_the_paper_s_have_its_tokens(path):
+    loaded = Recipe.load(str(path))
+    tokens = {"qwen2.5_3b_512k": 30 * 64 * 524288, "llama3.1_8b_512k": 60 * 64 * 524288}
+    if path.stem in tokens:
+        train = loaded.train
+        assert (train.seq_len, train.accumulation, loaded.parallel.cp, loaded.parallel.zero) == (524288, 64, 32, 2)
+        assert train.steps * loaded.batch * train.seq_len == tokens[path.stem]
+        assert loaded.model.rope["rope_theta"] > 1e7 and train.precision == "bf16" and train.recompute
