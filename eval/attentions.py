@@ -47,6 +47,9 @@ def attention_of(
     if attention == "mtraining":
         return load_attention(folder, given)
     fields = {"pattern": "flexprefill"} if attention == "flexprefill" else read_budgets(budgets)
+    fixed = sorted(fields.keys() & (given or {}).keys() - {"block"})
+    if fixed:
+        raise UserError(f"attention={attention!r} sets {', '.join(fixed)} itself; leave it out, or use mtraining")
     return _build({**fields, **(given or {})}, attention)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mtraining_nns.errors import UserError
-from mtraining_nns.eval.runner import MANIFEST, RECORDS, differences
+from mtraining_nns.eval.runner import MANIFEST, differences, read_records
 from mtraining_nns.tables import align
 
 RESAMPLES, SURE = 10_000, 95.0
@@ -62,7 +62,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
     """UserError for a folder without answers, and for two that share no question or asked it differently."""
     (manifest_a, records_a), (manifest_b, records_b) = _read(Path(a)), _read(Path(b))
     differing = differences(manifest_a, manifest_b)
-    asked = [key for key in differing if key.startswith("tasks.")]
+    asked = [key for key in differing if key.startswith(("tasks.", "tokenizer."))]
     if asked:
         raise UserError(f"{a} and {b} asked other questions: they differ in {', '.join(asked)}; evaluate both alike")
     both = [name for name in records_a if name in records_b]
@@ -98,7 +98,7 @@ def _value(record: dict) -> float:
 def _read(folder: Path) -> tuple[dict, dict[str, dict]]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
+        records, _ = read_records(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} holds no evaluation ({error}); give the --out of mtraining eval") from error
-    return manifest, {record["id"]: record for record in records}
+    return manifest, records

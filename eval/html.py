@@ -87,4 +87,4 @@ def _cell(value: str | Score) -> str:
     return f"<td>{html.escape(value)}</td>"
 
 
-SECTIONS = {"niah": _niah, "ruler": _tasks, "infinitebench": _tasks, "perplexity": _perplexity}
+SECTIONS = {"niah": _niah, "ruler": _tasks, "infinitebench": _tasks, "perplexity": _perplexity, "pg19": _perplexity}

@@ -46,6 +46,10 @@ class TextTokenizer:
         opened = tokenizer("a", add_special_tokens=True)["input_ids"]
         self.first = tokenizer.bos_token_id if opened[0] == tokenizer.bos_token_id else None
 
+    def describe(self) -> dict:
+        """Manifest entry: what turns text into tokens."""
+        return {"sha256": tokenizers.fingerprint(self.tokenizer), "first": self.first}
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""
         return [ids.tolist() for ids in self.encoder.encode(texts)]
@@ -60,7 +64,10 @@ class TextTokenizer:
         if self.tokenizer.chat_template is None:
             raise UserError("the tokenizer has no chat template; use --prompt base")
         message = [{"role": "user", "content": mark}]
-        text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        try:
+            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program, whatever it raises
+            raise UserError(f"the tokenizer's chat template fails ({error}); use --prompt base") from error
         if text.count(mark) != 1:
             raise UserError("the tokenizer's chat template changes or repeats the message; use --prompt base")
         return tuple(self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(mark))
@@ -105,18 +112,20 @@ class HuggingFaceEngine:
 
     attention_config, budgets: as for `attention_of`. dtype: of DTYPES, None takes the dtype of the weights.
     device: None takes the GPU if there is one. ring: of ranks that share each sequence for `nll`, all with one
-    AttentionConfig, "dense" included; its calls are collective.
+    AttentionConfig, "dense" included; its calls are collective. reach: tokens of the longest question.
     """
 
-    batch_size = 32  # prompts that are asked at once; each is read alone, for the sparse attention takes no padding
+    most_together = 32  # prompts that are asked at once; each is read alone, for the sparse attention takes no padding
 
     def __init__(
-        self, model_dir, attention="dense", attention_config=None, budgets=None, device=None, dtype=None, ring=None
-    ):
+        self, model_dir, attention="dense", attention_config=None, budgets=None, device=None, dtype=None, ring=None,
+        reach=1,
+    ):  # fmt: skip
         check_names(attention, dtype)
         self.ring = ring or Ring.single()
+        self.batch_size = max(1, min(self.most_together, BATCH_TOKENS // reach))
         self.model_dir, self.attention = model_folder(model_dir), attention
-        self.device = _device(device)
+        self.device = usable_device(device)
         given = attention_config
         whole = self.ring.world == 1
         self.attention_config = attention_of(self.model_dir, attention, given, budgets) if whole else given
@@ -308,7 +317,8 @@ def check_length(tokens: int, limit: int | None, model_dir: str | Path, name="ma
         )
 
 
-def _device(name: str | None) -> torch.device:
+def usable_device(name: str | None) -> torch.device:
+    """The device of a name, the GPU if there is one for None; UserError for another."""
     cuda = torch.cuda.is_available()
     if name is None:
         return torch.device("cuda" if cuda else "cpu")

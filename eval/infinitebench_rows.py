@@ -20,6 +20,8 @@ import yaml
 from mtraining_nns.errors import UserError
 
 LETTERS = ("A", "B", "C", "D")
+WHOLE, DECIMAL = re.compile("[+-]?[0-9]+"), re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
+NUMBERS = {"last_number": WHOLE, "leading_values": WHOLE, "first_number": DECIMAL}  # what a metric compares with
 
 
 @functools.cache
@@ -82,6 +84,9 @@ def _asked(task: dict, row: dict) -> Asked:
     references = _flat(row["answer"])
     if not references:
         raise ValueError("has no answer")
+    number = NUMBERS.get(task["metric"])
+    if number is not None and not all(map(number.fullmatch, references)):
+        raise ValueError(f"expected numbers as its answer, got {references!r}")
     if task.get("options"):
         references = _chosen(row["options"], references)
         fields |= zip(LETTERS, row["options"])

@@ -15,6 +15,7 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.prompts import Format
@@ -82,6 +83,18 @@ def split_sentences(text: str) -> list[str]:
     return [part for piece in pieces for part in (cut.findall(piece) if len(piece) > size else [piece]) if part]
 
 
+class _Draw(NamedTuple):
+    """What chance decides of a question; needles and question are token ids."""
+
+    length: int
+    depth: float
+    cities: str
+    answers: list[str]
+    needles: list[list[int]]
+    question: list[int]
+    start: int
+
+
 class Niah(Generative):
     """The questions of a run, by id: niah/LENGTH/DEPTH/NUMBER, in the model's own tokens.
 
@@ -114,11 +127,14 @@ class Niah(Generative):
         return [f"{self.name}/{length}/{depth:g}/{i}" for length, depth in cells for i in range(config.samples)]
 
     def check(self) -> None:
-        """UserError, before any model is loaded, if the shortest length cannot hold its prompts."""
-        shortest = min(self.config.lengths)
-        for name in self.ids():
-            if int(name.split("/")[1]) == shortest:
-                self.build(name)
+        """UserError, before any model is loaded, if a length cannot hold one of its prompts."""
+        shorts = [(draw, self._needed(draw)) for draw in map(self._draw, self.ids())]
+        short = [draw.length for draw, needed in shorts if draw.length < needed]
+        if short:
+            raise UserError(
+                f"niah length {short[0]} cannot hold the template and {self.config.max_new_tokens} generated tokens;"
+                f" use at least {max(needed for _, needed in shorts)} for this tokenizer"
+            )
 
     def build(self, name: str) -> Question:
         """Coordinates and seed decide a question, whatever else a run asks for. `needle_begin` is the prompt position
@@ -126,35 +142,46 @@ class Niah(Generative):
 
         Raises UserError when its length cannot hold the template, one sentence and the generation budget.
         """
-        _, length, depth, sample = name.split("/")
-        length, depth, count = int(length), float(depth), self.config.needles
-        rng = random.Random(f"{self.config.seed} {length} {depth:g} {sample}")
-        cities = [rng.choice(CITIES)] if count == 1 else rng.sample(CITIES, count)
-        answers = self._draw_answers(rng)
-        needles = self.tokenizer.encode([NEEDLE.format(city=c, answer=a) for c, a in zip(cities, answers)])
-        question = self._closing(_listed(cities))
-        room = length - len(self.opening) - sum(map(len, needles)) - len(question) - self.config.max_new_tokens
-        hay = self._fill(room, start=rng.randrange(len(self.sentences)))
-        if not hay:
-            shortest = length - room + max(map(len, self.sentences))
+        draw, count = self._draw(name), self.config.needles
+        depth, needles = draw.depth, draw.needles
+        if draw.length < self._needed(draw):
             raise UserError(
-                f"niah length {length} cannot hold the template and {self.config.max_new_tokens} generated tokens; "
-                f"use at least {shortest} for this tokenizer"
+                f"niah length {draw.length} cannot hold the template and {self.config.max_new_tokens} generated tokens;"
+                f" use at least {self._needed(draw)} for this tokenizer"
             )
+        hay = self._fill(draw.length - self._fixed(draw), start=draw.start)
         ends = [0, *accumulate(map(len, hay))]  # tokens before each sentence border
         borders = [_nearest(ends, (depth + (100 - depth) * k / count) / 100 * ends[-1]) for k in range(count)]
         parts = [hay[first:last] for first, last in zip([0, *borders], [*borders, len(hay)])]
         text = [token for sentence in parts[0] for token in sentence]
         about = {
-            "length": length,
+            "length": draw.length,
             "depth": depth,
-            "sample": int(sample),
-            "city": _listed(cities),
+            "sample": int(name.rpartition("/")[2]),
+            "city": draw.cities,
             "needle_begin": len(self.opening) + len(text),
         }
         for needle, part in zip(needles, parts[1:], strict=True):
             text += needle + [token for sentence in part for token in sentence]
-        return Question(name, self.opening + text + question, self.config.max_new_tokens, answers, "numbers", about)
+        prompt = self.opening + text + draw.question
+        return Question(name, prompt, self.config.max_new_tokens, draw.answers, "numbers", about)
+
+    def _draw(self, name: str) -> "_Draw":
+        _, length, depth, sample = name.split("/")
+        rng, count = random.Random(f"{self.config.seed} {length} {float(depth):g} {sample}"), self.config.needles
+        cities = [rng.choice(CITIES)] if count == 1 else rng.sample(CITIES, count)
+        answers = self._draw_answers(rng)
+        needles = self.tokenizer.encode([NEEDLE.format(city=c, answer=a) for c, a in zip(cities, answers)])
+        start, listed = rng.randrange(len(self.sentences)), _listed(cities)
+        return _Draw(int(length), float(depth), listed, answers, needles, self._closing(listed), start)
+
+    def _fixed(self, draw: "_Draw") -> int:
+        """Tokens of a prompt beside its haystack, with those to generate."""
+        parts = [self.opening, *draw.needles, draw.question]
+        return sum(map(len, parts)) + self.config.max_new_tokens
+
+    def _needed(self, draw: "_Draw") -> int:
+        return self._fixed(draw) + len(self.sentences[draw.start])
 
     def _closing(self, cities: str) -> list[int]:
         question, answer = (self.template[part].format(city=cities) for part in ("question", "answer"))

@@ -11,6 +11,7 @@ Not a retrieval test: a model can predict well here and read nothing beyond its 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -167,9 +168,9 @@ class Perplexity:
         """Of all sequences, in the order in which they are read."""
         return [f"{self.name}/{length}/{i}" for length in self.config.lengths for i in range(self.config.samples)]
 
-    def answers(self, engine, ids: list[str]) -> list[dict]:
-        """Read some sequences."""
-        return [self._read(engine, name) for name in ids]
+    def answers(self, engine, ids: list[str]) -> Iterator[dict]:
+        """Read some sequences, a record as soon as one is read."""
+        return (self._read(engine, name) for name in ids)
 
     def _read(self, engine, name: str) -> dict:
         length, sample = map(int, name.split("/")[1:])

@@ -8,6 +8,7 @@ The manifest is enough to run the same again. A mean is printed only under the c
 
 import csv
 import hashlib
+import os
 import statistics
 from pathlib import Path
 
@@ -24,25 +25,24 @@ FORMAT = 1
 
 
 def model_fingerprint(model_dir: str | Path) -> str:
-    """sha256 over config.json, the safetensors index and the names and sizes of the weight files.
-
-    Tells two exports apart without reading gigabytes; it does not prove that weights of equal size are equal.
-    """
+    """sha256 over config.json, the safetensors index and all weights: reads every byte of them."""
     folder, digest = Path(model_dir), hashlib.sha256()
-    for name in ("config.json", "model.safetensors.index.json"):
-        if (folder / name).is_file():
-            digest.update(name.encode() + (folder / name).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    names = [folder / name for name in ("config.json", "model.safetensors.index.json")]
+    for path in [*filter(Path.is_file, names), *sorted(folder.glob("*.safetensors"))]:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb") as stream:
+            while part := stream.read(1 << 22):
+                digest.update(part)
     return digest.hexdigest()
 
 
-def manifest(model_dir: str | Path, engine: dict, tasks: dict) -> dict:
+def manifest(model_dir: str | Path, tokenizer, engine: dict, tasks: dict) -> dict:
     """Everything that decides the numbers. `engine` is `engine.describe()`, `tasks` maps a task to its settings."""
     return {
         "format": FORMAT,
         "model": str(model_dir),
         "model_sha256": model_fingerprint(model_dir),
+        "tokenizer": tokenizer.describe(),
         "tasks": tasks,
         **engine,
         "versions": {
@@ -60,6 +60,8 @@ def make_folder(out_dir: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"results folder {folder} cannot be made ({error.strerror}); give another --out") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"results folder {folder} cannot be written; give another --out")
     return folder
 
 

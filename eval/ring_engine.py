@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of, check_names
-from mtraining_nns.eval.huggingface import model_folder
+from mtraining_nns.eval.huggingface import model_folder, usable_device
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.config import shortest as shortest_of
 
@@ -56,7 +56,7 @@ class RingEngine:
                 " or a smaller attention block"
             )
         self.ranks, self.processes, self.pipes = ranks, [], []
-        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        on_cpu = usable_device(device).type == "cpu"
         if not on_cpu and torch.cuda.device_count() < ranks:
             raise UserError(
                 f"{ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}; lower --gpus"

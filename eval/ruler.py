@@ -61,10 +61,16 @@ class Ruler(Generative):
         return [f"{self.name}/{task}/{length}/{i}" for length in lengths for task in self.tasks for i in samples]
 
     def check(self) -> None:
-        """UserError, before any model is loaded, if the shortest length cannot hold each question."""
+        """UserError, before any model is loaded, if a length cannot hold a question, or a source has too few."""
         for ask in map(self._ask, self.ids()):
-            if ask.length == min(self.config.lengths):
-                shortest(draft(ask), self.form, ask.length, ask.task["max_new_tokens"], f"ruler {ask.name}")
+            shortest(draft(ask), self.form, ask.length, ask.task["max_new_tokens"], f"ruler {ask.name}")
+        for task in self.tasks:
+            dataset = tables()["tasks"][task].get("dataset")
+            have = len(self.sources.dataset(dataset).asked) if dataset else self.config.samples
+            if have < self.config.samples:
+                raise UserError(
+                    f"{dataset} has {have} questions, ruler {task} wants --samples {self.config.samples}; lower it"
+                )
 
     def build(self, name: str) -> Question:
         """UserError where the length cannot hold the question."""

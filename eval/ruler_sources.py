@@ -65,7 +65,17 @@ class Dataset:
 
 @functools.cache
 def _read(name: str, path: str) -> Dataset:
-    return READERS[name](_json(Path(path)))
+    try:
+        found = READERS[name](_json(Path(path)))
+    except (TypeError, KeyError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{path} is not {name}'s file ({type(error).__name__}: {error}); give it as published"
+        ) from error
+    if not found.asked or len(found.documents) < 2:
+        raise UserError(
+            f"{path} holds no questions with answers over several documents; give {name}'s file as published"
+        )
+    return found
 
 
 def _squad(tree: dict) -> Dataset:
@@ -91,8 +101,9 @@ def _paragraph(title: str, sentences: list[str]) -> str:
 
 
 def _json(path: Path):
+    data = _bytes(path)
     try:
-        return json.loads(_bytes(path))
+        return json.loads(data)
     except ValueError as error:
         raise UserError(f"{path} is no JSON file ({error}); give it as published") from error
 

@@ -26,19 +26,18 @@ class Records:
         if folder is None:
             return
         self._claim(manifest)
-        path = folder / RECORDS
-        whole = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
-        for line in whole.splitlines():
-            record = json.loads(line)
-            self.found[record["id"]] = record
-        self.stream = path.open("ab")
-        self.stream.truncate(len(whole) + bool(whole))  # what a kill has cut in two is asked again
+        size = 0
+        if (folder / RECORDS).is_file():
+            self.found, size = read_records(folder)
+        self.stream = (folder / RECORDS).open("ab")
+        self.stream.truncate(size)  # what a kill has cut in two is asked again
 
     def add(self, record: dict) -> None:
         """Keep a record."""
         self.found[record["id"]] = record
         if self.stream is not None:
-            self.stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            # a lone surrogate becomes the escape that JSON has for it
+            self.stream.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
             self.stream.flush()
 
     def close(self) -> None:
@@ -51,12 +50,23 @@ class Records:
         if not path.is_file():
             write_json(path, manifest)
             return
-        differing = differences(json.loads(path.read_text(encoding="utf-8")), manifest)
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); give another --out, or remove it") from error
+        differing = differences(before, manifest)
         if differing:
             raise UserError(
                 f"{self.folder} holds answers of another run, which differs in {', '.join(differing)}; give another"
                 " --out, or remove it"
             )
+
+
+def read_records(folder: Path) -> tuple[dict[str, dict], int]:
+    """(records by id, bytes) of the whole lines of a folder's records.jsonl."""
+    whole = (folder / RECORDS).read_bytes().rpartition(b"\n")[0]
+    records = map(json.loads, filter(None, whole.split(b"\n")))
+    return {record["id"]: record for record in records}, len(whole) + bool(whole)
 
 
 def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:

@@ -21,6 +21,7 @@ from mtraining_nns.cli.eval_suites import READING, SUITES, chosen_names
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import ATTENTIONS
 
+LEAST_BYTES = 1 << 24  # text read whatever the lengths, so that other lengths ask the same questions
 BYTES_PER_TOKEN = 16  # text read for a token of the longest request; tokenizers make 3 to 5 bytes of text a token
 
 
@@ -58,6 +59,8 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the request, load the model, ask what is missing, print tables and write results."""
     names = chosen_names(args.suite)
+    if args.gpus < 1:
+        raise UserError(f"--gpus must be at least 1, got {args.gpus}")
     if args.engine == "hf" and args.gpus != 1 and not set(names) <= READING:
         raise UserError(
             f"--gpus {args.gpus} with --engine hf shares sequences for {' and '.join(sorted(READING))} alone, got"
@@ -76,12 +79,14 @@ def run(args: argparse.Namespace) -> int:
     text = None
     if args.text is not None:
         longest = max(max(config.lengths) * SUITES[name].sequences(config) for name, config in configs.items())
-        text = read_source(args.text, max_bytes=BYTES_PER_TOKEN * longest)
+        text = read_source(args.text, max_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * longest))
     chosen = [SUITES[name](config, tokenizer, text, args) for name, config in configs.items()]
     out = None if args.out is None else report.make_folder(args.out)
     shortest = min(SUITES[name].shortest(config) for name, config in configs.items())
     engine = _engine(args, overrides or None, reach, shortest)
-    manifest = report.manifest(args.model, engine.describe(), {one.suite.name: one.settings for one in chosen})
+    manifest = report.manifest(
+        args.model, tokenizer, engine.describe(), {one.suite.name: one.settings for one in chosen}
+    )
     records = runner.Records(out, manifest)
     try:
         found = runner.run([one.suite for one in chosen], engine, records)
@@ -127,7 +132,7 @@ def _engine(args, overrides: dict | None, reach: int, shortest: int):
         return RingEngine(args.model, ranks=args.gpus, shortest=shortest, device=args.device, **attention)
     from mtraining_nns.eval.huggingface import HuggingFaceEngine
 
-    return HuggingFaceEngine(args.model, device=args.device, **attention)
+    return HuggingFaceEngine(args.model, device=args.device, reach=reach, **attention)
 
 
 def parse_overrides(words: list[str]) -> dict:

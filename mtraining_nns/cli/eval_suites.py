@@ -228,6 +228,6 @@ def _tasks(args, suite: str) -> tuple[str, ...] | None:
 
 def _percent(text: str) -> float:
     try:
-        return float(text)
+        return float(f"{float(text):g}")  # as it stands in the names of questions
     except ValueError as error:
         raise UserError(f"--depths takes percentages, got {text!r}; give e.g. 0,50,100") from error
