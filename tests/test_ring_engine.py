@@ -56,8 +56,10 @@ def test_books_from_the_command_line(folder, tmp_path, capsys):
     line = ["eval", "--model", str(folder), "--suite", "pg19", "--pg19", str(books), "--device", "cpu"]
     tables = []
     for gpus in ("1", "2"):
-        assert cli.main([*line, "--lengths", "500,800", "--samples", "2", "--gpus", gpus]) == 0, capsys.readouterr().err
-        tables.append(capsys.readouterr().out)
+        asked = [*line, "--lengths", "500,800", "--samples", "2", "--out", str(tmp_path / gpus)]
+        assert cli.main([*asked, "--gpus", gpus]) == 0, capsys.readouterr().err
+        tables.append(capsys.readouterr().out.partition("results:")[0])
+        assert "pg19" in (tmp_path / gpus / "report.html").read_text()
     one, two = ([float(word) for word in re.findall(r"[\d.]+", table)] for table in tables)
     assert one == pytest.approx(two, rel=1e-5)
     assert tables[0].startswith("pg19 by position") and re.search(r"tokens scored +998 +1598", tables[0])
