@@ -35,7 +35,7 @@ def read_parquet(path: Path, reading: Reading) -> Texts:
         row = 1
         for group in range(file.num_row_groups):
             for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[reading.text_key]):
-                yield from _texts_of(batch.column(0), f"{path}:", row, reading)
+                yield from _texts_of(batch.column(0), path, row, reading)
                 row += len(batch)
 
 
@@ -69,11 +69,11 @@ def read_dataset(path: Path, reading: Reading) -> Texts:
             return
         row = 1
         for table in dataset.select_columns(reading.text_key).with_format("arrow").iter(BATCH_ROWS):
-            yield from _texts_of(table.column(0), f"{path}:", row, reading)
+            yield from _texts_of(table.column(0), path, row, reading)
             row += len(table)
 
 
-def _texts_of(column, prefix: str, first_row: int, reading: Reading) -> Texts:
+def _texts_of(column, path: Path, first_row: int, reading: Reading) -> Texts:
     """UTF-8 bytes of an Arrow column's strings; a row that is null or no string is left out."""
     if str(column.type).startswith("dictionary"):
         column = column.cast(column.type.value_type)
@@ -81,9 +81,9 @@ def _texts_of(column, prefix: str, first_row: int, reading: Reading) -> Texts:
     for row, scalar in enumerate(column, start=first_row):
         if is_text and scalar.is_valid:
             # Arrow does not promise valid UTF-8; the caller reports what is not.
-            yield f"{prefix}{row}", scalar.as_buffer().to_pybytes()
+            yield f"{path}:{row}", scalar.as_buffer().to_pybytes()
         else:
-            reading.no_text(f"{prefix}{row}")
+            reading.no_text(f"{path}:{row}")
 
 
 def _names_of_splits(file: Path) -> list[str]:
