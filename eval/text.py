@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtraining_nns.data import store
-from mtraining_nns.data.sources import Document, SkipLog, Sources
+from mtraining_nns.data.records import SkipLog
+from mtraining_nns.data.sources import Document, Sources
 from mtraining_nns.errors import UserError
 
 

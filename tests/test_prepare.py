@@ -21,7 +21,8 @@ from mtraining_nns.data import store, tokenizer
 from mtraining_nns.data.atomic import new_folder
 from mtraining_nns.data.dataset import PackedDataset
 from mtraining_nns.data.prepare import PrepareConfig, prepare
-from mtraining_nns.data.sources import SkipLog, Sources
+from mtraining_nns.data.records import SkipLog
+from mtraining_nns.data.sources import Sources
 from mtraining_nns.errors import UserError
 
 EOS = tokenizer.BPE_EOS

@@ -1,7 +1,8 @@
-"""Tokenise text files, .jsonl files and folders into the folder that `data.path` of a recipe names.
+"""Tokenise text files, .jsonl, .parquet, saved HuggingFace datasets, MDS shards and folders of them for `data.path`.
 
   mtraining prepare books/ --glob '*.txt' --tokenizer Qwen/Qwen2.5-3B --seq-len 524288 --holdout 0.01 --out data/books
-  mtraining prepare code.jsonl --train-bpe 4096 --out data/code
+  mtraining prepare code.jsonl pages.parquet --train-bpe 4096 --out data/code
+  mtraining prepare prolong/book-65536 --source-tokenizer MODEL_DIR --tokenizer Qwen/Qwen2.5-3B --out data/prolong
 
 Whatever is left out is counted and named in DIR/manifest.json. A killed run can be started again as it was.
 """
@@ -12,7 +13,7 @@ import sys
 def add_parser(subparsers) -> None:
     """Declare the verb and its arguments."""
     parser = subparsers.add_parser("prepare", help="tokenise text into a folder to train on")
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text file, .jsonl file, or folder of such files")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="file of text, .jsonl or .parquet, or a folder")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; appears only when complete")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", metavar="PATH_OR_NAME", help="a tokenizer folder or HuggingFace name")
@@ -21,9 +22,10 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--holdout", type=float, default=0.0, metavar="FRACTION", help="share of documents in DIR/heldout"
     )
-    parser.add_argument("--glob", default="*", metavar="PATTERN", help="which files of a folder, such as '*.py'")
+    parser.add_argument("--glob", default="*", metavar="PATTERN", help="which files and datasets of a folder, '*.py'")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="read only the first N bytes of text")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a .jsonl line that holds the text")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="field or column that holds the text")
+    parser.add_argument("--source-tokenizer", metavar="PATH_OR_NAME", help="what made the ids of MDS shards")
     parser.add_argument("--overwrite", action="store_true", help="replace a folder prepared with other settings")
 
 
@@ -59,4 +61,9 @@ def _summary(out: str, manifest: dict, kept: bool) -> str:
     if skipped["count"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in skipped["reasons"].items())
         lines.append(f"  left out: {reasons}; named in {out}/manifest.json")
+    changed = manifest.get("changed", {"count": 0})
+    if changed["count"]:
+        lines.append(
+            f"  kept, but not exactly the text of their ids: {changed['count']:,}; named in {out}/manifest.json"
+        )
     return "\n".join(lines)

@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mtraining_nns.data import store, tokenizer
 from mtraining_nns.data.atomic import new_folder
-from mtraining_nns.data.sources import Document, SkipLog, Sources
+from mtraining_nns.data.records import SkipLog
+from mtraining_nns.data.source_ids import SourceTokenizer
+from mtraining_nns.data.sources import Document, Sources
 from mtraining_nns.errors import UserError
 
 BATCH_BYTES = 1 << 22
@@ -37,6 +39,7 @@ class PrepareConfig:
     glob: str = "*"
     max_bytes: int | None = None
     text_key: str = "text"
+    source_tokenizer: str | None = None
     overwrite: bool = False
 
     def __post_init__(self):
@@ -62,8 +65,15 @@ def prepare(config: PrepareConfig) -> tuple[dict, bool]:
     out = Path(config.out).resolve()
     _check_replaceable(out)
     chosen = tokenizer.load(config.tokenizer) if config.tokenizer else None
-    sources = Sources(config.sources, glob=config.glob, text_key=config.text_key, max_bytes=config.max_bytes)
-    settings = _settings(config, chosen)
+    source_tokenizer = SourceTokenizer(config.source_tokenizer) if config.source_tokenizer else None
+    sources = Sources(
+        config.sources,
+        glob=config.glob,
+        text_key=config.text_key,
+        max_bytes=config.max_bytes,
+        source_tokenizer=source_tokenizer,
+    )
+    settings = _settings(config, chosen, source_tokenizer)
     if (out / store.MANIFEST).exists() and not config.overwrite:
         _check_same(out, settings, sources)
         return _recount(out, config.seq_len), True
@@ -73,7 +83,9 @@ def prepare(config: PrepareConfig) -> tuple[dict, bool]:
         return _write(folder, config, settings, sources, chosen), False
 
 
-def _settings(config: PrepareConfig, chosen: PreTrainedTokenizerBase | None) -> dict:
+def _settings(
+    config: PrepareConfig, chosen: PreTrainedTokenizerBase | None, source_tokenizer: SourceTokenizer | None
+) -> dict:
     """Everything but the text that decides which tokens come out."""
     return {
         "tokenizer": tokenizer.fingerprint(chosen) if chosen else None,
@@ -82,6 +94,7 @@ def _settings(config: PrepareConfig, chosen: PreTrainedTokenizerBase | None) -> 
         "glob": config.glob,
         "max_bytes": config.max_bytes,
         "text_key": config.text_key,
+        "source_tokenizer": source_tokenizer.fingerprint if source_tokenizer else None,
     }
 
 
@@ -89,11 +102,11 @@ def _write(
     folder: Path, config: PrepareConfig, settings: dict, sources: Sources, chosen: PreTrainedTokenizerBase
 ) -> dict:
     """Fill the temporary folder and return its manifest."""
-    encoder, log, text_hash = tokenizer.Encoder(chosen), SkipLog(), hashlib.sha256()
+    encoder, log, changed, text_hash = tokenizer.Encoder(chosen), SkipLog(), SkipLog(), hashlib.sha256()
     writers = {"train": store.TokenWriter(folder, encoder.dtype)}
     if config.holdout:
         writers["heldout"] = store.TokenWriter(folder / store.HELDOUT, encoder.dtype)
-    documents = _hashed(sources.documents(log), text_hash)
+    documents = _hashed(sources.documents(log, changed), text_hash)
     with _progress_bar("tokenise", sources) as bar:
         for document, ids in _encoded(documents, encoder, log):
             part = "heldout" if config.holds_out(document) else "train"
@@ -110,6 +123,8 @@ def _write(
         "sources_sha256": text_hash.hexdigest(),
         "skipped": log.to_manifest(),
     }
+    if config.source_tokenizer:
+        shared["changed"] = {"source_tokenizer": config.source_tokenizer} | changed.to_manifest()
     if "heldout" in counts:
         tokenizer.save(chosen, folder / store.HELDOUT / "tokenizer")
         store.write_manifest(folder / store.HELDOUT, counts["heldout"] | shared)

@@ -118,6 +118,10 @@ class Encoder:
         """Whether plain text became a control token after all, as models with such words in their vocabulary can do."""
         return bool(np.isin(ids, self._control_ids).any())
 
+    def without_control_tokens(self, ids: np.ndarray) -> np.ndarray:
+        """The ids [n] that stand for text; int64 or any other integer type is kept."""
+        return ids[~np.isin(ids, self._control_ids)]
+
     def _pieces(self, text: str) -> Iterator[str]:
         """Cut a long text where it changes no token: encodings are about a hundred times the size of their text."""
         start = 0
