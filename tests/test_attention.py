@@ -345,7 +345,10 @@ def test_a_ring_checks_the_shards_before_it_talks():
 
 
 CONFIG_ERRORS = [
-    ({"pattern": "stripes"}, "pattern must be one of dense, vertical_slash, xattention, moba, got 'stripes'"),
+    (
+        {"pattern": "stripes"},
+        "pattern must be one of dense, vertical_slash, xattention, moba, flexprefill, got 'stripes'",
+    ),
     ({"threshold": 0.0}, r"threshold must lie in \(0, 1\], got 0.0"),
     ({"threshold": 1.01}, "threshold must lie"),
     ({"block": 16, "stride": 32}, "block must be a multiple of attention.stride, got block=16, stride=32"),
