@@ -27,10 +27,10 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
+from mtraining_nns.digest import BLOCK_BYTES, feed, of_stream
 from mtraining_nns.errors import UserError
 
 REMEMBERED = "fetched.json"
-BLOCK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 60  # without a byte
 Say = Callable[[str], None]
 
@@ -105,15 +105,13 @@ def fetch(source: Source, folder: Path, say: Say = print) -> list[Path]:
 
 def _check(path: Path, file: File) -> str:
     """The sha256 of a file that is there; UserError where another is known."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        _hash_rest(stream, digest)
-    if file.sha256 not in (None, digest.hexdigest()):
+        found = of_stream(stream)
+    if file.sha256 not in (None, found):
         raise UserError(
-            f"{path} has sha256 {digest.hexdigest()}, expected {file.sha256} ({file.known_from}); remove it to fetch it"
-            " again"
+            f"{path} has sha256 {found}, expected {file.sha256} ({file.known_from}); remove it to fetch it again"
         )
-    return digest.hexdigest()
+    return found
 
 
 def _download(file: File, path: Path, title: str) -> str:
@@ -156,7 +154,7 @@ def _receive(file: File, url: str, stream, title: str) -> str:
         stream.truncate(0)  # parts of two versions would make a file that nothing could tell from a good one
     digest = hashlib.sha256()
     stream.seek(0)
-    start = _hash_rest(stream, digest)
+    start = feed(digest, stream)
     if start and digest.hexdigest() == file.sha256:
         return file.sha256  # stopped between the last byte and the rename
     with _open(url, start, stream) as response:
@@ -213,15 +211,6 @@ def _accept(file: File, stream, found: str) -> str:
         stream.truncate(0)
         raise _Failed(f"{size_bytes} bytes with sha256 {found}, expected {file.sha256} ({file.known_from})")
     return found
-
-
-def _hash_rest(stream, digest) -> int:
-    """Hash a stream from where it stands to its end; returns the number of bytes."""
-    count = 0
-    while block := stream.read(BLOCK_BYTES):
-        digest.update(block)
-        count += len(block)
-    return count
 
 
 def _remembered(folder: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ What a row must hold follows from the templates in infinitebench.yaml; a row tha
 """
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import yaml
 
+from mtraining_nns import digest
 from mtraining_nns.errors import UserError
 
 LETTERS = ("A", "B", "C", "D")
@@ -53,11 +53,8 @@ def read(name: str, path: Path, count: int | None) -> Iterator[Asked]:
 
 def sha256(path: Path) -> str:
     """Of a file of any size."""
-    digest = hashlib.sha256()
     with _open(path) as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return digest.of_stream(stream)
 
 
 def _open(path: Path):

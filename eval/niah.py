@@ -131,10 +131,7 @@ class Niah(Generative):
         shorts = [(draw, self._needed(draw)) for draw in map(self._draw, self.ids())]
         short = [draw.length for draw, needed in shorts if draw.length < needed]
         if short:
-            raise UserError(
-                f"niah length {short[0]} cannot hold the template and {self.config.max_new_tokens} generated tokens;"
-                f" use at least {max(needed for _, needed in shorts)} for this tokenizer"
-            )
+            raise self._too_short(short[0], max(needed for _, needed in shorts))
 
     def build(self, name: str) -> Question:
         """Coordinates and seed decide a question, whatever else a run asks for. `needle_begin` is the prompt position
@@ -145,10 +142,7 @@ class Niah(Generative):
         draw, count = self._draw(name), self.config.needles
         depth, needles = draw.depth, draw.needles
         if draw.length < self._needed(draw):
-            raise UserError(
-                f"niah length {draw.length} cannot hold the template and {self.config.max_new_tokens} generated tokens;"
-                f" use at least {self._needed(draw)} for this tokenizer"
-            )
+            raise self._too_short(draw.length, self._needed(draw))
         hay = self._fill(draw.length - self._fixed(draw), start=draw.start)
         ends = [0, *accumulate(map(len, hay))]  # tokens before each sentence border
         borders = [_nearest(ends, (depth + (100 - depth) * k / count) / 100 * ends[-1]) for k in range(count)]
@@ -179,6 +173,12 @@ class Niah(Generative):
         """Tokens of a prompt beside its haystack, with those to generate."""
         parts = [self.opening, *draw.needles, draw.question]
         return sum(map(len, parts)) + self.config.max_new_tokens
+
+    def _too_short(self, length: int, needed: int) -> UserError:
+        return UserError(
+            f"niah length {length} cannot hold the template and {self.config.max_new_tokens} generated tokens; use at"
+            f" least {needed} for this tokenizer"
+        )
 
     def _needed(self, draw: "_Draw") -> int:
         return self._fixed(draw) + len(self.sentences[draw.start])

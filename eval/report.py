@@ -7,7 +7,6 @@ The manifest is enough to run the same again. A mean is printed only under the c
 """
 
 import csv
-import hashlib
 import os
 import statistics
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 import mtraining_nns
+from mtraining_nns import digest
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.perplexity import LengthPerplexity
 from mtraining_nns.eval.runner import write_json
@@ -24,24 +24,12 @@ from mtraining_nns.tables import align
 FORMAT = 1
 
 
-def model_fingerprint(model_dir: str | Path) -> str:
-    """sha256 over config.json, the safetensors index and all weights: reads every byte of them."""
-    folder, digest = Path(model_dir), hashlib.sha256()
-    names = [folder / name for name in ("config.json", "model.safetensors.index.json")]
-    for path in [*filter(Path.is_file, names), *sorted(folder.glob("*.safetensors"))]:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as stream:
-            while part := stream.read(1 << 22):
-                digest.update(part)
-    return digest.hexdigest()
-
-
 def manifest(model_dir: str | Path, tokenizer, engine: dict, tasks: dict) -> dict:
     """Everything that decides the numbers. `engine` is `engine.describe()`, `tasks` maps a task to its settings."""
     return {
         "format": FORMAT,
         "model": str(model_dir),
-        "model_sha256": model_fingerprint(model_dir),
+        "model_sha256": digest.of_model(model_dir),
         "tokenizer": tokenizer.describe(),
         "tasks": tasks,
         **engine,

@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import asdict
 
-from mtraining_nns import __version__
+from mtraining_nns import __version__, digest
 from mtraining_nns.nnscaler_states import STATES
 
 PARTS = "mtraining_nns.nnscaler_parts"
@@ -97,7 +97,7 @@ def identity(recipe) -> str:
     import transformers
 
     model, train = asdict(recipe.model), recipe.train
-    model["weights"] = train.seed if recipe.model.path is None else digests(recipe.model.path)
+    model["weights"] = train.seed if recipe.model.path is None else digest.of_model(recipe.model.path)
     told = {
         "model": model,
         "attention": asdict(recipe.attention),
@@ -105,19 +105,6 @@ def identity(recipe) -> str:
         "versions": [__version__, torch.__version__, transformers.__version__],
     }
     return _hash(told)
-
-
-def digests(folder: str) -> dict[str, str]:
-    """sha256 of config.json and of the safetensors files of a model folder, by name."""
-    found = {}
-    for name in sorted(os.listdir(folder)):
-        if name == "config.json" or name.endswith(".safetensors"):
-            digest = hashlib.sha256()
-            with open(os.path.join(folder, name), "rb") as stream:
-                while part := stream.read(1 << 22):
-                    digest.update(part)
-            found[name] = digest.hexdigest()
-    return found
 
 
 def _hash(told: dict) -> str:

@@ -105,9 +105,7 @@ def _by_query(queries, keys, heads: slice, threshold: float, scale: float) -> to
 
 def _stripes(looked, bins, rows, config: AttentionConfig) -> torch.Tensor:
     """bool [B, N, rows, blocks]: block columns and block diagonals."""
-    near = fewest(bins, config.threshold)
-    hit = near.clone()
-    hit[..., 1:] |= near[..., :-1]
+    hit = vertical_slash.diagonals(fewest(bins, config.threshold))
     distance = rows[:, None] - torch.arange(bins.shape[-1], device=bins.device)
     return (hit[..., distance.clamp_min(0)] | fewest(looked, config.threshold)[..., None, :]) & (distance >= 0)
 

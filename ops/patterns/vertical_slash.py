@@ -173,12 +173,17 @@ def _slashes(bins, seq_len: int, config: AttentionConfig):
     else:
         order, mass = descending(bins[..., :num_bins])
         kept = (torch.arange(bins.shape[-1], device=bins.device) < near).expand(bins.shape).clone()
-        budget = _per_head(config, 1, bins.device) if config.head_budgets else config.k_s
-        chosen = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, budget, config)
+        chosen = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, _budget(config, 1, bins.device), config)
         kept[..., :num_bins] |= torch.zeros_like(chosen).scatter_(-1, order, chosen)
-    hit = kept.clone()
-    hit[..., 1:] |= kept[..., :-1]
+    hit = diagonals(kept)
     hit[..., 0] = True
+    return hit
+
+
+def diagonals(bins) -> torch.Tensor:
+    """bool [.., n]: the block diagonals that kept bins [.., n] keep, b and b + 1 for bin b."""
+    hit = bins.clone()
+    hit[..., 1:] |= bins[..., :-1]
     return hit
 
 
@@ -192,8 +197,7 @@ def _columns(mass, place: Place, config: AttentionConfig):
     best, position = _unranked(ranked)
     # the weights of a query sum to one, so the total mass is the number of queries
     total = torch.full_like(best[..., :1], min(config.last_q, layout.seq_len))
-    budget = _per_head(config, 0, mass.device) if config.head_budgets else config.k_v
-    kept = _within_budget(best, total, config.p_v, budget, config)
+    kept = _within_budget(best, total, config.p_v, _budget(config, 0, mass.device), config)
     capped = _short_of_budget(best, total, layout.seq_len, config)
     position = torch.where(kept & (best >= 0) & (position >= sinks), position, NO_COLUMN)
     leading = torch.arange(sinks, dtype=torch.int32, device=mass.device).expand(*mass.shape[:2], -1)
@@ -255,8 +259,10 @@ def _largest(ranked, count: int):
 
 
 @lru_cache(maxsize=256)
-def _per_head(config: AttentionConfig, which: int, device: torch.device) -> torch.Tensor:
-    """int64 [N, 1] of the only layer: columns (0) or bins (1) of each head."""
+def _budget(config: AttentionConfig, which: int, device: torch.device) -> int | torch.Tensor:
+    """How many columns (0) or bins (1) a fixed budget keeps: of all heads, or int64 [N, 1] of the only layer."""
+    if not config.head_budgets:
+        return (config.k_v, config.k_s)[which]
     (heads,) = config.head_budgets
     return torch.tensor([pair[which] for pair in heads], device=device)[:, None]
 
