@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from tiny_model import save_llama
 from transformers import AutoModelForCausalLM
 
-from mtraining_nns import cli
+from mtraining_nns import cli, digest
 from mtraining_nns.cli.eval import parse_overrides
 from mtraining_nns.cli.words import parse_length
 from mtraining_nns.errors import UserError
-from mtraining_nns.eval import huggingface, report
+from mtraining_nns.eval import huggingface
 from mtraining_nns.eval.attentions import load_attention
 from mtraining_nns.eval.huggingface import HuggingFaceEngine
 from mtraining_nns.eval.perplexity import PerplexityConfig, position_nll
@@ -193,11 +193,11 @@ def test_broken_folders_are_one_line(tmp_path):
 
 def test_the_fingerprint_tells_exports_apart(tmp_path):
     folder = save_llama(tmp_path)
-    before = report.model_fingerprint(folder)
-    assert before == report.model_fingerprint(folder)
+    before = digest.of_model(folder)
+    assert before == digest.of_model(folder)
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config + " ")
-    assert before != report.model_fingerprint(folder)
+    assert before != digest.of_model(folder)
 
 
 @pytest.mark.parametrize("attention", ("dense", "mtraining"))
@@ -231,7 +231,7 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys, attention):
     assert manifest["tasks"]["niah"]["max_new_tokens"] == 8 and manifest["tasks"]["niah"]["seed"] == 0
     assert "{city}" in manifest["tasks"]["niah"]["template"]["needle"]
     assert manifest["generation"]["do_sample"] is False and manifest["generation"]["repetition_penalty"] == 1.0
-    assert manifest["model_sha256"] == report.model_fingerprint(folder)
+    assert manifest["model_sha256"] == digest.of_model(folder)
     assert set(manifest["versions"]) == {"mtraining_nns", "torch", "transformers"}
 
 
