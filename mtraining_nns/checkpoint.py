@@ -26,12 +26,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mtraining_nns.errors import UserError
+from mtraining_nns.host_adamw import MOMENTS
+from mtraining_nns.optim import make_room
 from mtraining_nns.weights import cause, named_weights, read_tensors
 
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 STEP = re.compile(r"step-(\d{6,})$")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)  # a file for each kind and rank: one is in memory at a time, and an export reads one kind
 
 
@@ -84,12 +85,8 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
 def load(path: str, state: State) -> dict:
     """Fill the weights and moments of `state` from a complete checkpoint; returns its trainer.json. Collective."""
     trainer = read_json(path, TRAINER)
-    for parameter in filter(lambda p: p.requires_grad, state.lm.parameters()):
-        moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
-        state.optimizer.state[parameter] = {"step": torch.tensor(float(trainer["step"])), **moments}
+    make_room(state.optimizer, trainer["step"])
     read_tensors(state.tensors(), path)
-    # Through load_state_dict the step counters move to where the optimizer's kernels want them.
-    state.optimizer.load_state_dict(state.optimizer.state_dict())
     return trainer
 
 

@@ -15,6 +15,12 @@ from mtraining_nns import __version__, digest
 from mtraining_nns.nnscaler_states import STATES
 
 PARTS = "mtraining_nns.nnscaler_parts"
+OPTIMIZERS = {  # by precision and offload
+    ("bf16", False): "nnscaler.MixedPrecisionAdamW",
+    ("fp32", False): "torch.optim.AdamW",
+    ("bf16", True): f"{PARTS}.HostMixedPrecisionAdamW",
+    ("fp32", True): "mtraining_nns.host_adamw.HostAdamW",
+}
 ZERO = {0: 0, 1: 1, 2: 3, 3: 3}  # nnScaler has no stage 2
 
 
@@ -38,7 +44,7 @@ def trainer_args(recipe, path: str, *, resume: str | None = None) -> dict:
         "user_config": {"mtraining": identity(recipe)},
     }
     adam = {"lr": train.lr, "betas": list(train.betas), "eps": train.eps}
-    optimizer = "nnscaler.MixedPrecisionAdamW" if bf16 else "torch.optim.AdamW"
+    optimizer = OPTIMIZERS[train.precision, parallel.offload]
     # one for matrices, one for norms and biases, which are not decayed: decay_class tells them apart
     optimizers = [{"type": optimizer, "options": {**adam, "weight_decay": x}} for x in (train.weight_decay, 0.0)]
     return {

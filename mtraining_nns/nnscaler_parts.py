@@ -12,6 +12,7 @@ import json
 import math
 from dataclasses import dataclass, field
 
+import nnscaler
 import torch
 from nnscaler.cli.train_hook import TrainHook
 from nnscaler.cli.trainer_args import AggregatedOutputs
@@ -27,6 +28,7 @@ from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import keep_tokenizer, texts_of
+from mtraining_nns.host_adamw import HostAdamW
 from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values
 from mtraining_nns.model import build_config, build_model, materialize
 from mtraining_nns.needles import needles
@@ -56,6 +58,10 @@ class RecipeLoss(nn.Module):
 
     def forward(self, samples):
         return self.traced(samples), samples["count"]
+
+
+class HostMixedPrecisionAdamW(nnscaler.MixedPrecisionAdamW, HostAdamW):
+    """nnScaler's AdamW over fp32 copies of bf16 weights, with the moments in host memory."""
 
 
 def decay_class(name: str) -> tuple[int, int]:

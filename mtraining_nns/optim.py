@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from mtraining_nns.host_adamw import MOMENTS, HostAdamW
+
 
 def learning_rate(step: int, train) -> float:
     """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then a cosine to lr * min_lr_ratio."""
@@ -25,17 +27,34 @@ def learning_rate(step: int, train) -> float:
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * cosine)
 
 
-def build_optimizer(model, train) -> torch.optim.AdamW:
-    """AdamW over the parameters of a model; 1-D ones (norms, biases) are not decayed. Fused kernels on a GPU."""
+def build_optimizer(model, train, *, offload: bool = False) -> torch.optim.AdamW:
+    """AdamW over the parameters of a model; 1-D ones (norms, biases) are not decayed. Fused kernels on a GPU.
+
+    offload: the moments lie in host memory.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    implementation = {"fused": True} if parameters[0].is_cuda else {"foreach": True}
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=train.lr, betas=train.betas, eps=train.eps, **implementation
-    )
+    groups, settings = [x for x in groups if x["params"]], {"lr": train.lr, "betas": train.betas, "eps": train.eps}
+    if offload:
+        return HostAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, **settings, **({"fused": True} if parameters[0].is_cuda else {"foreach": True}))
+
+
+def make_room(optimizer: torch.optim.AdamW, step: int) -> None:
+    """Zero moments for all weights, to be filled from a checkpoint that was made after `step` updates."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, HostAdamW):
+        for parameter in parameters:
+            optimizer.make_room(parameter, step=step)
+        return
+    for parameter in parameters:
+        moments = {name: torch.zeros_like(parameter.detach()) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    # Through load_state_dict the step counters move to where the optimizer's kernels want them.
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def set_learning_rate(optimizer, value: float) -> None:

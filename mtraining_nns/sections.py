@@ -1,17 +1,12 @@
 """The sections of a recipe, one frozen dataclass each; `recipe.py` joins them.
 
 A section checks its own ranges and raises UserError; types are checked where the YAML is read (`recipe_yaml.py`).
-What this version does not do yet is refused by name (`PLANNED`), never ignored.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from mtraining_nns.errors import UserError
-
-PLANNED = {
-    ("offload", True): "use false",
-}
 
 
 def _require(ok: bool, message: str) -> None:
@@ -100,17 +95,12 @@ class ParallelConfig:
     # torch: 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
     # nnscaler: 0 keeps all on every rank, 1 shards the optimizer states, 2 and 3 weights and gradients, too
     zero: Literal[0, 1, 2, 3] = 2
-    offload: bool = False  # optimizer states in host memory
+    offload: bool = False  # AdamW's moments in host memory
     timeout_s: int = 600  # for one exchange between ranks
     warmup_timeout_s: int = 1800  # the same in the first step, in which each rank compiles its kernels
     data_guard_steps: int = 3  # first steps that check that a ring reads one batch
 
     def __post_init__(self):
-        for (name, value), fix in PLANNED.items():
-            _require(
-                getattr(self, name) != value,
-                f"parallel.{name}={str(value).lower()} is not available in this version; {fix}",
-            )
         _at_least(0, "parallel", self, "data_guard_steps")
         _at_least(1, "parallel", self, "cp", "dp", "inner", "timeout_s", "warmup_timeout_s")
 

@@ -60,6 +60,18 @@ def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(straight, tmp_path)
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".partial")]
 
 
+def test_moments_in_host_memory_change_nothing_and_may_come_and_go(straight, tmp_path):
+    """To the bit, also where a run goes on from a checkpoint of the other kind."""
+    path, host = write_recipe(tmp_path, tokens=7 * 256), [*OVERRIDES, "parallel.offload=true"]
+    assert run_workers(run_engine, 2, path, host)[0]["losses"] == straight[1]["losses"]
+    for overrides in (OVERRIDES, host):
+        shutil.rmtree(tmp_path / "run" / "step-000006")
+        resumed = run_workers(run_engine, 2, path, overrides)[0]
+        assert resumed["losses"] == straight[1]["losses"]
+        weights = [(folder / "run" / "hf" / "model.safetensors").read_bytes() for folder in (tmp_path, straight[0])]
+        assert weights[0] == weights[1]
+
+
 def test_a_truncated_or_missing_file_passes_a_checkpoint_over(run, capsys):
     shard = sorted((run / "step-000006").glob("shard-*"))[3]
     os.truncate(shard, shard.stat().st_size - 1)

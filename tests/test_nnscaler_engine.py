@@ -153,6 +153,20 @@ def test_bf16_and_tied_weights(folder):
         assert "lm_head.weight" not in weights(folder / f"bf16-{engine}")
 
 
+def test_moments_in_host_memory_change_nothing_and_may_come_and_go(folder, expected):
+    """Both precisions; the second half of a run keeps them where the first half did not."""
+    host = ["parallel.engine=nnscaler", "parallel.offload=true"]
+    assert_same(train(folder, "host", 2, *host, "parallel.zero=1"), expected, 1e-5)
+    bf16 = ["parallel.engine=nnscaler", "train.precision=bf16"]
+    exact = train(folder, "no-host-bf16", 2, *bf16)
+    train(folder, "host-bf16", 2, *bf16, "checkpoint.every=2")
+    states = folder / "host-bf16" / "nnscaler" / "states"
+    (states / "0000-0004" / "complete.json").unlink()
+    again = train(folder, "host-bf16", 2, *bf16, "checkpoint.every=2", "parallel.offload=true")
+    assert again["losses"] == exact["losses"]
+    assert all(torch.equal(w, weights(folder / "no-host-bf16")[k]) for k, w in weights(folder / "host-bf16").items())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("pattern", ["vertical_slash", "dense"])

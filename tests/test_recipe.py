@@ -85,7 +85,6 @@ MISTAKES = [
     ("attention.dense_layers=[a]", ["attention.dense_layers", "int"]),
     ("parallel.ring=star", ["parallel.ring", "flat, hierarchical", "star"]),
     ("parallel.inner=0", ["parallel.inner", "at least 1", "0"]),
-    ("parallel.offload=true", ["parallel.offload=true", "not available"]),
     ("parallel.zero=4", ["parallel.zero", "2, 3"]),
     ("model.path=some/model", ["exactly one", "model.path"]),
     ("model.init=null", ["exactly one", "model.init"]),

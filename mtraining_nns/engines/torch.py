@@ -77,7 +77,7 @@ class Run:
             raise
         except ValueError as error:  # the operator or the adapter cannot do what the recipe asks for
             raise UserError(" ".join(str(error).split())) from error
-        state = State(model.lm, build_optimizer(model, recipe.train))
+        state = State(model.lm, build_optimizer(model, recipe.train, offload=recipe.parallel.offload))
         trainer = _resume(found, state, recipe, feed) if found else {"losses": [], "values": {}}
         if world.rank == 0:
             keep_tokenizer(recipe)
