@@ -75,19 +75,25 @@ class Operator:
         backend, place = kernels.load(self.choice(layout.seq_len, layer)[0]), Place(layout, self.ring)
         config = self.config.of_layer(layer)
 
+        @torch.no_grad()
         def build():
             with placing(f"estimate of layer {layer}"):
                 return self._pattern(layer, layout).build(q, k, place, config, scale)
 
         with torch.autocast(q.device.type, enabled=False):
-            dense = self._keeps_all(layer, layout.seq_len)
-            columns = 0 if dense else PATTERNS[config.pattern].most_columns(config, layout.seq_len)
-            # keys travel during the estimate
-            start = set_out(q, k, v, place, backend, layer, block=config.block, dense=dense, columns=columns)
-            sizes = f"q {tuple(q.shape)} of {layout.seq_len} tokens"
-            token, index = self.store.take_or_build(layer, sizes, build, keep=torch.is_grad_enabled())
+            sizes, start = f"q {tuple(q.shape)} of {layout.seq_len} tokens", None
+            kept = self.store.take(layer, sizes)
+            if kept is None or kept.output is None:
+                dense = self._keeps_all(layer, layout.seq_len)
+                columns = 0 if dense else PATTERNS[config.pattern].most_columns(config, layout.seq_len)
+                # keys travel during the estimate
+                start = set_out(q, k, v, place, backend, layer, block=config.block, dense=dense, columns=columns)
+            index = build() if kept is None else kept.index
+            if kept is None and torch.is_grad_enabled():
+                kept = self.store.keep(layer, sizes, index)
             self.last[layer] = index, layout
-            return attend(q, k, v, start, Call(index, place, backend, scale, layer, self.store, token))
+            call = Call(index, place, backend, scale, layer, self.store, kept, config.keep_output)
+            return attend(q, k, v, start, call)
 
     def prepare(self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, layers: int | None = None) -> None:
         """Tell a model's shape.

@@ -31,7 +31,7 @@ from mtraining_nns.ops.lists import block_lists, column_tiles
 from mtraining_nns.ops.merge import Partial
 from mtraining_nns.ops.patterns import Place
 from mtraining_nns.ops.ring import placing
-from mtraining_nns.ops.store import OTHER_CALL, IndexStore
+from mtraining_nns.ops.store import OTHER_CALL, IndexStore, Kept
 
 WORKSPACE_BYTES = 5 << 29  # lists and workspaces of the heads that are treated at once
 LIST_BYTES = 10**9  # lists of one order among them
@@ -78,14 +78,17 @@ def set_out(q, k, v, place: Place, kernels, layer: int, *, block: int, dense: bo
     return Start(kernels, chunks, journey, backward)
 
 
-def attend(q, k, v, start: Start, call: "Call") -> torch.Tensor:
-    """Attention of contiguous q [B, S, N, D] to k and v [B, S, H, D] of the whole ring; S local."""
+def attend(q, k, v, start: Start | None, call: "Call") -> torch.Tensor:
+    """Attention of contiguous q [B, S, N, D] to k and v [B, S, H, D] of the whole ring; S local.
+
+    start: None where the call's own output was kept.
+    """
     return _SparseRing.apply(q, k, v, start, call)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the operator: what is kept, where, and how it is computed."""
+    """One call of the operator: what is kept, where, and how it is computed; kept: for the forward pass again."""
 
     index: Index
     place: Place
@@ -93,7 +96,8 @@ class Call:
     scale: float
     layer: int
     store: IndexStore
-    token: int | None
+    kept: Kept | None
+    keep_output: bool = False
 
     def rows(self) -> Columns | None:
         """Where this rank's columns lie."""
@@ -155,10 +159,13 @@ def _joined(parts, dim: int) -> torch.Tensor:
 
 class _SparseRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, start: Start, call: Call):
-        out, lse = _forward(q, k, v, start, call)
+    def forward(ctx, q, k, v, start: Start | None, call: Call):
+        kept = call.kept
+        out, lse = kept.unchanged_output() if start is None else _forward(q, k, v, start, call)
+        if call.keep_output and kept is not None:
+            kept.keep_output(Partial(out, lse))
         # the token travels with the tensors: recomputed ones bring the token of the index that they were made with
-        ctx.save_for_backward(q, k, v, out, lse, torch.tensor(-1 if call.token is None else call.token))
+        ctx.save_for_backward(q, k, v, out, lse, torch.tensor(-1 if kept is None else kept.token))
         ctx.call = call
         return out
 
@@ -169,9 +176,10 @@ class _SparseRing(torch.autograd.Function):
                 "sparse attention has no second derivative, got a backward pass with create_graph=True; leave it out"
             )
         q, k, v, out, lse, token = ctx.saved_tensors
-        if ctx.call.token not in (None, token.item()):
-            raise RuntimeError(f"layer {ctx.call.layer}: {OTHER_CALL}")
-        ctx.call.store.drop(ctx.call.token)
+        if ctx.call.kept is not None:
+            if ctx.call.kept.token != token.item():
+                raise RuntimeError(f"layer {ctx.call.layer}: {OTHER_CALL}")
+            ctx.call.store.drop(ctx.call.kept.token)
         with torch.autocast(dout.device.type, enabled=False):
             grads = _backward(q, k, v, Tape(aligned(dout), out, lse, ctx.call.scale), ctx.call)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None

@@ -280,12 +280,14 @@ def test_recompute_with_ties_gives_the_gradients_to_the_bit(folder):
     tokens = folder / "data" / "tokens.bin"
     before = tokens.read_bytes()
     tokens.write_bytes(b"\x05\x00" * (len(before) // 2))  # constant rows: every score ties with every other
+    ways = (["train.recompute=false"], ["train.recompute=true"], ["train.recompute=true", "attention.keep_output=true"])
     try:
-        plain, again = (run_workers(gradients, 4, path, [f"train.recompute={on}"])[0] for on in ("false", "true"))
+        plain, *others = (run_workers(gradients, 4, path, way)[0] for way in ways)
     finally:
         tokens.write_bytes(before)
-    assert torch.equal(plain[0], again[0])
-    assert all(torch.equal(grad, again[1][name]) for name, grad in plain[1].items())
+    for again in others:
+        assert torch.equal(plain[0], again[0])
+        assert all(torch.equal(grad, again[1][name]) for name, grad in plain[1].items())
 
 
 def run_engine(rank, world_size, path, overrides=()):

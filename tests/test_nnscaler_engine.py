@@ -82,7 +82,7 @@ def expected(folder):
 @pytest.mark.parametrize(
     ("world", "split"),
     [
-        (2, ["parallel.zero=2"]),
+        (2, ["parallel.zero=2", "attention.keep_output=true"]),
         (2, ["parallel.zero=0", "train.recompute=false"]),
         (4, ["parallel.zero=1", "parallel.cp=2", "parallel.dp=2", "train.accumulation=1"]),
     ],

@@ -6,6 +6,7 @@ from helpers import make_index, make_qkv, operator_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mtraining_nns.ops import passes as ops_passes
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.ring import Ring
@@ -26,8 +27,8 @@ class FreshIndexEachTime:
         return index
 
 
-def fresh_operator():
-    op = Operator(AttentionConfig(**SETTINGS), Ring.single(), "cpu")
+def fresh_operator(**settings):
+    op = Operator(AttentionConfig(**SETTINGS, **settings), Ring.single(), "cpu")
     pattern = FreshIndexEachTime()
     op._pattern = lambda layer, layout: pattern
     return op, pattern
@@ -234,19 +235,56 @@ def test_a_graph_can_go_back_twice():
 def test_layers_keep_their_own_indices():
     store = IndexStore()
     built = [(layer, f"index {i}") for i, layer in enumerate((0, 1, 0))]
-    tokens = [store.take_or_build(layer, 1, lambda name=name: name, keep=True)[0] for layer, name in built]
+    tokens = [store.keep(layer, 1, name).token for layer, name in built]
     assert len(set(tokens)) == 3
-    assert [[kept for *_, kept in store.pending[layer]] for layer in (0, 1)] == [["index 0", "index 2"], ["index 1"]]
+    assert [[kept.index for kept in store.pending[layer]] for layer in (0, 1)] == [["index 0", "index 2"], ["index 1"]]
     store.drop(tokens[0])
-    store.drop(None)
     store.drop(tokens[0])
-    assert [[kept for *_, kept in store.pending[layer]] for layer in (0, 1)] == [["index 2"], ["index 1"]]
+    assert [[kept.index for kept in store.pending[layer]] for layer in (0, 1)] == [["index 2"], ["index 1"]]
 
 
-def test_building_records_no_gradient():
-    store = IndexStore()
-    x = torch.ones(3, requires_grad=True)
-    assert not store.take_or_build(0, 1, lambda: x * 2, keep=True)[1].requires_grad
+def counted_passes(monkeypatch) -> list:
+    """A list that grows with every forward pass of attention."""
+    passes, forward = [], ops_passes._forward
+    monkeypatch.setattr(ops_passes, "_forward", lambda *arguments: passes.append(1) or forward(*arguments))
+    return passes
+
+
+@pytest.mark.parametrize("keep_output", [False, True])
+def test_kept_outputs_spare_the_second_pass_and_change_no_bit(keep_output, monkeypatch):
+    plain = Layers(fresh_operator()[0])
+    expected = grads(plain, plain(inputs()).square().mean())
+    passes = counted_passes(monkeypatch)
+    op, pattern = fresh_operator(keep_output=keep_output)
+    model = Layers(op, use_reentrant=False)
+    assert_same_bits(grads(model, model(inputs()).square().mean()), expected)
+    assert len(passes) == (3 if keep_output else 6) and len(pattern.built) == 3 and is_empty(op)
+
+
+def test_kept_outputs_without_checkpointing():
+    results = []
+    for keep_output in (False, True):
+        op, _ = fresh_operator(keep_output=keep_output)
+        model = Layers(op)
+        results.append(grads(model, model(inputs()).square().mean()))
+        assert is_empty(op)
+    assert_same_bits(results[1], results[0])
+
+
+def test_an_output_that_the_layer_changes_in_place_is_an_error():
+    op, _ = fresh_operator(keep_output=True)
+    model = Layers(op, use_reentrant=False)
+    inner = model.op
+
+    def changing(*arguments, **options):
+        out = inner(*arguments, **options)
+        with torch.no_grad():
+            out.mul_(2)
+        return out
+
+    model.op = changing
+    with pytest.raises(RuntimeError, match="keep_output=true .* changed in place"):
+        model(inputs()).square().mean().backward()
 
 
 def test_the_given_index_is_used():
