@@ -11,10 +11,12 @@ Not for inference: an exported folder loads with plain transformers.
 
 import copy
 import difflib
+import inspect
 import json
 import os
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -114,13 +116,22 @@ def build_model(config, *, seed: int | None):
     return lm
 
 
-def recompute_layers(lm) -> None:
-    """Activation checkpointing of every decoder layer: its forward pass runs again in the backward pass."""
-    options = {"use_reentrant": False}
-    if hasattr(lm, "activation_checkpointing_enable"):  # the name since transformers 5
-        lm.activation_checkpointing_enable(options)
+def recompute_layers(lm, *, offload_inputs: bool = False) -> None:
+    """Activation checkpointing of every decoder layer: its forward pass runs again in the backward pass.
+
+    offload_inputs: what a layer starts from waits in pinned host memory. UserError where transformers cannot do it.
+    """
+    # the first is the name since transformers 5.20
+    enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
+    if not offload_inputs:
+        enable({"use_reentrant": False})
+    elif "offload" in inspect.signature(enable).parameters:
+        enable({"use_reentrant": False}, offload=True)
     else:
-        lm.gradient_checkpointing_enable(options)
+        raise UserError(
+            f"train.offload_inputs=true needs transformers 5.17 or newer, got {transformers.__version__}; update it or"
+            " leave it out"
+        )
 
 
 def materialize(lm, device, folder: str | None = None, *, alone: bool = False):

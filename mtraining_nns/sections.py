@@ -68,7 +68,8 @@ class TrainConfig:
     eps: float = 1e-8
     clip: float = 1.0  # largest gradient norm
     seed: int = 0  # initial weights of a fresh model
-    recompute: bool = True  # activation checkpointing, per decoder layer
+    recompute: bool = True  # activation checkpointing, per decoder layer; attention.keep_output spares attention
+    offload_inputs: bool = False  # what a recomputed layer starts from waits in host memory
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     precision: Literal["bf16", "fp32"] = "bf16"
 
@@ -76,6 +77,11 @@ class TrainConfig:
         _at_least(0, "train", self, "warmup_steps", "weight_decay", "lr", "min_lr_ratio")
         _at_least(1, "train", self, "steps", "micro_batch", "accumulation", "loss_chunk")
         _at_least(2, "train", self, "seq_len")
+        _require(
+            self.recompute or not self.offload_inputs,
+            "train.offload_inputs=true is for train.recompute=true, got false; without recomputation layers keep more"
+            " than their inputs",
+        )
         _require(self.min_lr_ratio <= 1, f"train.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
         for name in ("clip", "eps"):
             _require(getattr(self, name) > 0, f"train.{name} must be positive, got {getattr(self, name)}")

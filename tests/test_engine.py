@@ -157,6 +157,23 @@ def test_bf16_is_as_exact_on_two_ranks_as_on_one(folder):
 
 
 @pytest.mark.gpu
+def test_inputs_in_host_memory_change_no_gradient(folder):
+    path = write_recipe(folder, "attention.block=64", "train.recompute=true")
+    plain, offloaded = (
+        run_workers(gradients, 1, path, [f"train.offload_inputs={on}"], backend="nccl")[0] for on in ("false", "true")
+    )
+    assert torch.equal(plain[0], offloaded[0])
+    assert all(torch.equal(grad, offloaded[1][name]) for name, grad in plain[1].items())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_inputs_are_in_host_memory_where_there_is_no_gpu(folder):
+    path = write_recipe(folder, "train.recompute=true", "train.offload_inputs=true")
+    with pytest.raises(RuntimeError, match="UserError: train.offload_inputs=true frees memory of a GPU"):
+        run_workers(gradients, 1, path)
+
+
+@pytest.mark.gpu
 @two_gpus
 @pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 def test_two_gpus_give_the_gradients_of_one(folder, pattern):

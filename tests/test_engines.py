@@ -28,6 +28,17 @@ def test_an_engine_does_not_start_over_in_the_others_folder(tmp_path, monkeypatc
         engines.check(recipe)
 
 
+def test_what_one_engine_alone_can_do_is_refused_by_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "nnscaler_fault", lambda: "")
+    path = write_recipe(tmp_path, "train.recompute=true")
+    for overrides, message in (
+        (["parallel.engine=nnscaler", "train.offload_inputs=true"], "offload_inputs=true is for parallel.engine=torch"),
+        (["parallel.engine=torch", "parallel.zero=1"], "parallel.zero=1 is for parallel.engine=nnscaler"),
+    ):
+        with pytest.raises(UserError, match=message):
+            engines.check(Recipe.load(path, overrides))
+
+
 def test_the_name_of_generated_code_follows_the_initial_weights(tmp_path):
     """A seed counts for a fresh model alone, and weights of the same size and config are told apart."""
     fresh = Recipe.load(write_recipe(tmp_path), [])

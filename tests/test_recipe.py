@@ -62,6 +62,11 @@ def test_the_demo_recipe_loads_and_splits_in_many_stripes():
     assert demo.train.seq_len // (demo.parallel.cp * demo.attention.stripe) >= 2
 
 
+def test_inputs_are_offloaded_where_layers_are_recomputed():
+    with pytest.raises(UserError, match="offload_inputs=true is for train.recompute=true, got false"):
+        Recipe.load("recipes/demo.yaml", ["train.recompute=false", "train.offload_inputs=true"])
+
+
 # override, words that the one line must hold: the key, what was got, what to do
 MISTAKES = [
     ("train.lr=.inf", ["train.lr", "finite", "inf"]),

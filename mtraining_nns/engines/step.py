@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mtraining_nns import hf
 from mtraining_nns.engines.world import World
+from mtraining_nns.errors import UserError
 from mtraining_nns.loss import IGNORE
 from mtraining_nns.model import CausalLMLoss, recompute_layers
 from mtraining_nns.optim import clip_gradients
@@ -24,8 +25,10 @@ def shard(model: CausalLMLoss, recipe, world: World) -> None:
 
     ZeRO 3 frees a layer's gathered weights after its forward pass, ZeRO 2 keeps them for the backward pass.
     """
+    if recipe.train.offload_inputs and world.device.type == "cpu":
+        raise UserError("train.offload_inputs=true frees memory of a GPU, this run has none; leave it out")
     if recipe.train.recompute:
-        recompute_layers(model.lm)
+        recompute_layers(model.lm, offload_inputs=recipe.train.offload_inputs)
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[recipe.train.precision], reduce_dtype=torch.float32)
     for layer in model.lm.model.layers:
         fully_shard(layer, mesh=world.mesh, mp_policy=policy, reshard_after_forward=recipe.parallel.zero == 3)
