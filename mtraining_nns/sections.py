@@ -72,6 +72,7 @@ class TrainConfig:
     offload_inputs: bool = False  # what a recomputed layer starts from waits in host memory
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     precision: Literal["bf16", "fp32"] = "bf16"
+    kernels: Literal["torch", "liger"] = "torch"  # of norms, MLPs and rotations
 
     def __post_init__(self):
         _at_least(0, "train", self, "warmup_steps", "weight_decay", "lr", "min_lr_ratio")

@@ -166,10 +166,23 @@ def test_inputs_in_host_memory_change_no_gradient(folder):
     assert all(torch.equal(grad, offloaded[1][name]) for name, grad in plain[1].items())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["false", "true"])
+def test_liger_kernels_give_the_gradients_of_torch(folder, recompute):
+    pytest.importorskip("liger_kernel")
+    path = write_recipe(folder, "attention.block=64", f"train.recompute={recompute}")
+    expected, found = (
+        run_workers(gradients, 1, path, [f"train.kernels={kernels}"], backend="nccl")[0]
+        for kernels in ("torch", "liger")
+    )
+    same(found, expected)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_inputs_are_in_host_memory_where_there_is_no_gpu(folder):
-    path = write_recipe(folder, "train.recompute=true", "train.offload_inputs=true")
-    with pytest.raises(RuntimeError, match="UserError: train.offload_inputs=true frees memory of a GPU"):
+@pytest.mark.parametrize("key", ["train.offload_inputs=true", "train.kernels=liger"])
+def test_what_needs_a_gpu_says_so(folder, key):
+    path = write_recipe(folder, "train.recompute=true", key)
+    with pytest.raises(RuntimeError, match=f"UserError: {key} .* GPU, this run has none; "):
         run_workers(gradients, 1, path)
 
 

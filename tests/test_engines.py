@@ -33,6 +33,7 @@ def test_what_one_engine_alone_can_do_is_refused_by_the_other(tmp_path, monkeypa
     path = write_recipe(tmp_path, "train.recompute=true")
     for overrides, message in (
         (["parallel.engine=nnscaler", "train.offload_inputs=true"], "offload_inputs=true is for parallel.engine=torch"),
+        (["parallel.engine=nnscaler", "train.kernels=liger"], "kernels=liger is for parallel.engine=torch"),
         (["parallel.engine=torch", "parallel.zero=1"], "parallel.zero=1 is for parallel.engine=nnscaler"),
     ):
         with pytest.raises(UserError, match=message):

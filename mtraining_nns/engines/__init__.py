@@ -35,8 +35,10 @@ def check(recipe) -> None:
         raise UserError(
             f"parallel.zero={zero} is for parallel.engine=nnscaler, the torch engine does 2 and 3; use one of these"
         )
-    if name == "nnscaler" and recipe.train.offload_inputs:
-        raise UserError("train.offload_inputs=true is for parallel.engine=torch, got nnscaler; leave one out")
+    train = recipe.train
+    for key, asked in (("offload_inputs=true", train.offload_inputs), ("kernels=liger", train.kernels == "liger")):
+        if name == "nnscaler" and asked:
+            raise UserError(f"train.{key} is for parallel.engine=torch, got nnscaler; leave one out")
     folder = recipe.checkpoint.dir
     for other, place in CHECKPOINTS.items():
         found = glob.glob(os.path.join(glob.escape(folder), place))

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from mtraining_nns import hf
 from mtraining_nns.engines.world import World
 from mtraining_nns.errors import UserError
+from mtraining_nns.liger import use_liger
 from mtraining_nns.loss import IGNORE
 from mtraining_nns.model import CausalLMLoss, recompute_layers
 from mtraining_nns.optim import clip_gradients
@@ -26,7 +27,9 @@ def shard(model: CausalLMLoss, recipe, world: World) -> None:
     ZeRO 3 frees a layer's gathered weights after its forward pass, ZeRO 2 keeps them for the backward pass.
     """
     if recipe.train.offload_inputs and world.device.type == "cpu":
-        raise UserError("train.offload_inputs=true frees memory of a GPU, this run has none; leave it out")
+        raise UserError("train.offload_inputs=true is for a GPU, this run has none; leave it out")
+    if recipe.train.kernels == "liger":
+        use_liger(model.lm, world.device.type)
     if recipe.train.recompute:
         recompute_layers(model.lm, offload_inputs=recipe.train.offload_inputs)
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[recipe.train.precision], reduce_dtype=torch.float32)
