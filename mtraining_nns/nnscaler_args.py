@@ -107,7 +107,7 @@ def identity(recipe) -> str:
     told = {
         "model": model,
         "attention": asdict(recipe.attention),
-        "train": [train.seq_len, train.micro_batch, train.recompute, train.precision],
+        "train": [train.seq_len, train.micro_batch, train.recompute, train.precision, train.loss_chunk],
         "versions": [__version__, torch.__version__, transformers.__version__],
     }
     return _hash(told)

@@ -34,22 +34,23 @@ UNTRACED = (  # module, object with the functions or None, functions; each exist
 class TracedLoss(nn.Module):
     """What nnScaler compiles: samples -> the summed loss. lm: a causal LM with attn_implementation="mtraining".
 
-    seq_len: real tokens of a sequence; longer ones are padding. ValueError for a model that the operator would compute
-    wrongly.
+    seq_len: real tokens of a sequence; longer ones are padding. chunk: tokens whose logits exist at one time. ValueError
+    for a model that the operator would compute wrongly.
     """
 
-    def __init__(self, lm: nn.Module, attention: AttentionConfig, *, seq_len: int):
+    def __init__(self, lm: nn.Module, attention: AttentionConfig, *, seq_len: int, chunk: int = 1024):
         super().__init__()
         mark_transformers()
         without_masks(lm)
         hf.rope_check(lm)
-        self.lm, self.settings, self.seq_len = lm, nnscaler_ops.settings_of(attention), seq_len
+        self.lm, self.settings = lm, nnscaler_ops.settings_of(attention)
+        self.seq_len, self.chunk = seq_len, chunk
         hf.attach(lm, TracedAttention(self.settings), seq_len=seq_len)
 
     def forward(self, samples):
         position_ids = nnscaler_ops.ordered(samples["position_ids"], self.settings, self.seq_len)
         hidden = self.lm.model(input_ids=samples["input_ids"], position_ids=position_ids, use_cache=False)[0]
-        return nnscaler_ops.linear_cross_entropy(hidden, self.lm.lm_head.weight, samples["labels"])
+        return nnscaler_ops.linear_cross_entropy(hidden, self.lm.lm_head.weight, samples["labels"], chunk=self.chunk)
 
 
 class TracedAttention:

@@ -96,9 +96,14 @@ def attention(
     return _operator(settings, process_group, q.device.type)(q, k, v, layer=layer, seq_len=seq_len, scale=scale)
 
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """fp32 sum of the token losses: hidden [B, S, E], weight [V, E], labels int64 [B, S], -100 where there is none."""
-    return losses.linear_cross_entropy(hidden, weight, labels)
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 1024
+) -> torch.Tensor:
+    """fp32 sum of the token losses: hidden [B, S, E], weight [V, E], labels int64 [B, S], -100 where there is none.
+
+    chunk: tokens whose logits exist at one time.
+    """
+    return losses.linear_cross_entropy(hidden, weight, labels, chunk=chunk)
 
 
 def ordered(
@@ -194,7 +199,7 @@ def _attention_traced(q, k, v, settings, layer=0, seq_len=None, scale=None, proc
     return q.clone()
 
 
-def _loss_traced(hidden, weight, labels):
+def _loss_traced(hidden, weight, labels, chunk=1024):
     return hidden.sum(dtype=torch.float32)
 
 

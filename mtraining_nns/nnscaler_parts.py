@@ -25,7 +25,7 @@ from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import check_same_tokens
 from mtraining_nns.engines.step import NotFinite
-from mtraining_nns.engines.world import World, start
+from mtraining_nns.engines.world import World, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import keep_tokenizer, texts_of
 from mtraining_nns.host_adamw import HostAdamW
@@ -51,7 +51,8 @@ class RecipeLoss(nn.Module):
         lm = build_model(config, seed=None if path else resolved.train.seed)
         if path:
             materialize(lm, "cpu", path, alone=True)
-        self.traced = TracedLoss(lm, resolved.attention, seq_len=resolved.train.seq_len)
+        train = resolved.train
+        self.traced = TracedLoss(lm, resolved.attention, seq_len=train.seq_len, chunk=train.loss_chunk)
         for name, parameter in self.named_parameters():
             if decay_class(name)[0] != int(parameter.ndim <= 1):
                 raise UserError(f"{name} of shape {tuple(parameter.shape)}: weight decay goes by names of weights")
@@ -223,6 +224,8 @@ class RecipeHook(TrainHook):
         self.meter.__exit__()
         done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
         self.progress.losses.append(self.loss)
+        if self.meter.steps == 1:
+            settle(self.world, self.recipe.parallel)
         if done % log.every == 0 or done in (1, train.steps):
             measured = {"meter": self.meter, "operator": nnscaler_ops.operator(), "peak_bytes": self.peak_bytes}
             lr = learning_rate(done - 1, train)

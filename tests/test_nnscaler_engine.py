@@ -90,6 +90,8 @@ def expected(folder):
 def test_the_engines_agree(folder, expected, world, split):
     name = f"nnscaler-{world}-{split[0][-1]}"
     assert_same(train(folder, name, world, "parallel.engine=nnscaler", *split), expected, 1e-5)
+    (code,) = (folder / name / "nnscaler" / "code").rglob("gencode0.py")
+    assert "chunk=48" in code.read_text(), "train.loss_chunk of the recipe"
     ours, theirs = weights(folder / name), weights(folder / "torch")
     assert ours.keys() == theirs.keys() and ours.keys() > {"lm_head.weight"}
     for key, weight in ours.items():
