@@ -34,8 +34,8 @@ UNTRACED = (  # module, object with the functions or None, functions; each exist
 class TracedLoss(nn.Module):
     """What nnScaler compiles: samples -> the summed loss. lm: a causal LM with attn_implementation="mtraining".
 
-    seq_len: real tokens of a sequence; longer ones are padding. chunk: tokens whose logits exist at one time. ValueError
-    for a model that the operator would compute wrongly.
+    seq_len: real tokens of a sequence; longer ones are padding. chunk: tokens whose logits exist at one time.
+    ValueError for a model that the operator would compute wrongly.
     """
 
     def __init__(self, lm: nn.Module, attention: AttentionConfig, *, seq_len: int, chunk: int = 1024):
