@@ -99,7 +99,7 @@ def decisions() -> list[tuple[str, str]]:
     for name, fault in kernels.backends.FAULTS.items():
         why = fault(kernels.Device.here(device_type, name), work)
         rows.append((f"  {name}", f"cannot run: {why}" if why else "runs"))
-    return [*rows, ("parallel.engine", _outcome(lambda: engines.choose("auto")))]
+    return [*rows, ("parallel.engine", _outcome(engines.default))]
 
 
 def _outcome(choose) -> str:

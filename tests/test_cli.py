@@ -49,7 +49,7 @@ def test_every_verb_explains_itself_with_an_example(verb, capsys):
         (["--nproc", "2", "train.seq_len=100"], ["train.seq_len must be at least 128", "got 100"]),
         (["--nproc", "4"], ["parallel.cp=2", "launched with 4"]),
         (["data.path=nowhere"], ["data.path", "nowhere", "mtraining prepare"]),
-        (["parallel.zero=0"], ["parallel.zero=0", "torch engine does 2 and 3"]),
+        (["parallel.zero=0", "parallel.engine=torch"], ["parallel.zero=0", "torch has 2 and 3"]),
         (["--nproc", "0"], ["--nproc", "at least 1"]),
     ],
     ids=lambda value: " ".join(value),

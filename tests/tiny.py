@@ -58,6 +58,7 @@ def write_recipe(folder: Path, *overrides: str, tokens: int = 2048) -> str:
         "data": {"path": str(data)},
         "train": {"steps": 4, "seq_len": 256, "lr": 1e-3, "precision": "fp32", "loss_chunk": 48, "recompute": False},
         "attention": ATTENTION,
+        "parallel": {"engine": "torch"},
         "checkpoint": {"dir": str(folder / "run")},
     }
     path = folder / "recipe.yaml"

@@ -18,36 +18,61 @@ VERSION = "0.9"  # of nnScaler: 0.8 has no plans of operators and no ZeRO 3
 WHERE = "https://github.com/msrasys/nnscaler says how to install it"
 
 
-def choose(engine: str) -> tuple[str, str]:
-    """(name, reason) of the engine that a recipe's `parallel.engine` means here; UserError if it cannot run."""
+def default() -> tuple[str, str]:
+    """(name, reason) of the engine that `auto` takes here, as far as no recipe says more."""
     fault = nnscaler_fault()
-    if engine == "nnscaler" and fault:
+    return ("torch", fault) if fault else ("nnscaler", "nnScaler is importable")
+
+
+def choose(recipe) -> tuple[str, str]:
+    """(name, reason) of the engine that runs a recipe; UserError if the one that it asks for cannot run here.
+
+    `auto` goes on with the engine whose checkpoints the run's folder holds, and leaves to torch what it alone can do.
+    """
+    wanted, fault = recipe.parallel.engine, nnscaler_fault()
+    if wanted == "nnscaler" and fault:
         raise UserError(f"parallel.engine=nnscaler cannot run: {fault}")
-    if engine != "auto":
-        return engine, "as the recipe says"
-    return "torch", fault or "parallel.engine=nnscaler asks for the other one"
+    if wanted != "auto":
+        return wanted, "as the recipe says"
+    if fault:
+        return "torch", fault
+    for name in ENGINES:
+        if _newest(recipe, name):
+            return name, f"checkpoint.dir={recipe.checkpoint.dir} holds its checkpoints"
+    beyond = _beyond(recipe, "nnscaler")
+    return ("torch", beyond) if beyond else default()
 
 
 def check(recipe) -> None:
     """UserError for a recipe that its engine cannot do, and where the other engine has trained in its folder."""
-    name, zero = choose(recipe.parallel.engine)[0], recipe.parallel.zero
-    if name == "torch" and zero not in (2, 3):
-        raise UserError(
-            f"parallel.zero={zero} is for parallel.engine=nnscaler, the torch engine does 2 and 3; use one of these"
-        )
-    train = recipe.train
-    for key, asked in (("offload_inputs=true", train.offload_inputs), ("kernels=liger", train.kernels == "liger")):
-        if name == "nnscaler" and asked:
-            raise UserError(f"train.{key} is for parallel.engine=torch, got nnscaler; leave one out")
-    folder = recipe.checkpoint.dir
-    for other, place in CHECKPOINTS.items():
-        found = glob.glob(os.path.join(glob.escape(folder), place))
+    name = choose(recipe)[0]
+    if beyond := _beyond(recipe, name):
+        raise UserError(f"{beyond}, got {name}; leave one out")
+    for other in ENGINES:
+        found = _newest(recipe, other)
         if other != name and found:
             raise UserError(
-                f"checkpoint.dir={folder} holds {os.path.basename(os.path.dirname(max(found)))} of the {other} engine,"
-                f" which parallel.engine={name} does not read; go on with parallel.engine={other}, or take another"
+                f"checkpoint.dir={recipe.checkpoint.dir} holds {found} of the {other} engine, which"
+                f" parallel.engine={name} does not read; go on with parallel.engine={other}, or take another"
                 " checkpoint.dir"
             )
+
+
+def _beyond(recipe, name: str) -> str:
+    """What of a recipe an engine cannot do, "" if it can do all."""
+    train, zero = recipe.train, recipe.parallel.zero
+    if name == "torch":
+        return f"parallel.zero={zero} is for parallel.engine=nnscaler (torch has 2 and 3)" if zero not in (2, 3) else ""
+    for key, asked in (("offload_inputs=true", train.offload_inputs), ("kernels=liger", train.kernels == "liger")):
+        if asked:
+            return f"train.{key} is for parallel.engine=torch"
+    return ""
+
+
+def _newest(recipe, name: str) -> str | None:
+    """A complete checkpoint of an engine in the folder of a run."""
+    found = glob.glob(os.path.join(glob.escape(recipe.checkpoint.dir), CHECKPOINTS[name]))
+    return os.path.basename(os.path.dirname(max(found))) if found else None
 
 
 def nnscaler_fault() -> str:
@@ -66,7 +91,7 @@ def nnscaler_fault() -> str:
 def train(recipe) -> dict:
     """Train a resolved recipe in this worker; returns the run's summary."""
     check(recipe)
-    name, reason = choose(recipe.parallel.engine)
+    name, reason = choose(recipe)
     if (Process.launched() or Process()).rank == 0:
         print(f"engine {name}: {reason}", flush=True)
     return importlib.import_module(ENGINES[name]).train(recipe)
