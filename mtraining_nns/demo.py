@@ -82,11 +82,10 @@ def export_difference(model: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mtraining_nns import checkpoint
-    from mtraining_nns.export import read_model
+    from mtraining_nns.export import read_trained
 
     exported = AutoModelForCausalLM.from_pretrained(model).eval()
-    trained = read_model(checkpoint.latest_complete(str(RUN / "sparse")), torch.float32)
+    trained = read_trained(str(RUN / "sparse"), torch.float32)
     trained.set_attn_implementation("sdpa")
     tokens = torch.arange(256)[None]
     with torch.no_grad():

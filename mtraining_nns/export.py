@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,20 +38,30 @@ def export(source: str, out: str) -> None:
 
     Checkpoints of both engines will do; those of nnScaler need it.
     """
+    path, run, read = _locate(source)
+    recipe = Recipe.load(os.path.join(path, "recipe.yaml"))
+    check_out(out)
+    lm = read(path, getattr(torch, recipe.model.dtype))
+    publish(lm, recipe, out, checkpoint.read_json(path, "generation_config.json"), os.path.join(run, TOKENIZER))
+
+
+def read_trained(source: str, dtype: torch.dtype) -> torch.nn.Module:
+    """The causal LM that `export` would write, on the CPU in `dtype`."""
+    path, _, read = _locate(source)
+    return read(path, dtype)
+
+
+def _locate(source: str) -> tuple[str, str, Callable[[str, torch.dtype], torch.nn.Module]]:
+    """(checkpoint, folder of its run, what reads it)."""
     if not os.path.isdir(source):
         raise UserError(f"{source} is no checkpoint; give a checkpoint.dir or one of its step folders")
     path = nnscaler_states.find(source)
     if path not in (None, source) and (other := checkpoint.latest_complete(source)):
         raise UserError(f"{source} holds checkpoints of both engines, {other} and {path}; give one of them")
-    if path is None:
-        path = checkpoint.find(source, source)
-        run, read = os.path.dirname(os.path.abspath(path)), read_model
-    else:
-        run, read = nnscaler_states.run_folder(path), read_nnscaler_model
-    recipe = Recipe.load(os.path.join(path, "recipe.yaml"))
-    check_out(out)
-    lm = read(path, getattr(torch, recipe.model.dtype))
-    publish(lm, recipe, out, checkpoint.read_json(path, "generation_config.json"), os.path.join(run, TOKENIZER))
+    if path is not None:
+        return path, nnscaler_states.run_folder(path), read_nnscaler_model
+    path = checkpoint.find(source, source)
+    return path, os.path.dirname(os.path.abspath(path)), read_model
 
 
 def convert(source: str, out: str, dtype: str = "bfloat16") -> None:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtraining_nns import hf
 from mtraining_nns.errors import UserError
-from mtraining_nns.loss import linear_cross_entropy
+from mtraining_nns.loss import linear_cross_entropy, token_losses
 from mtraining_nns.rope import reset_rotary, with_rope
 from mtraining_nns.weights import load_folder
 
@@ -40,7 +40,7 @@ class CausalLMLoss(nn.Module):
     """A causal LM that returns its summed loss instead of logits, so that no S x V tensor is made.
 
     forward: input_ids, labels, position_ids int64 [B, S] (S local), labels as the collator shifted them -> fp32 scalar,
-    the sum of the token losses. Backward may run once.
+    the sum of the token losses. Backward may run once. by_token: the losses [B, S] themselves, without gradients.
     """
 
     def __init__(self, lm: nn.Module, *, chunk: int = 1024):
@@ -52,9 +52,10 @@ class CausalLMLoss(nn.Module):
             raise UserError(f"{type(lm).__name__} changes its logits by {changed[0]}; the chunked loss cannot follow")
         self.lm, self.chunk = lm, chunk
 
-    def forward(self, input_ids, labels, position_ids):
+    def forward(self, input_ids, labels, position_ids, by_token: bool = False):
         hidden = self.lm.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
-        return linear_cross_entropy(hidden, self.lm.lm_head.weight, labels, chunk=self.chunk)
+        loss = token_losses if by_token else linear_cross_entropy
+        return loss(hidden, self.lm.lm_head.weight, labels, chunk=self.chunk)
 
 
 def build_config(recipe, manifest: dict):

@@ -10,7 +10,7 @@ import torch
 from mtraining_nns import nnscaler_ops
 from mtraining_nns.data.collator import IGNORED_LABEL, collate_ring
 from mtraining_nns.data.dataset import PackedDataset
-from mtraining_nns.engines.held_out import MOST_SEQUENCES
+from mtraining_nns.engines.held_out import MOST_SEQUENCES, PositionSums
 from mtraining_nns.engines.world import World
 from mtraining_nns.needles import Needle, values
 from mtraining_nns.ops.layout import Layout
@@ -38,7 +38,7 @@ def _ignored(one: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def evaluate(trainer, place: Place) -> dict[str, float]:
-    """Loss a token on data.eval_path: dense, and sparse unless the recipe is dense."""
+    """Scalars of data.eval_path, dense, and sparse unless the recipe is dense."""
     names = {"dense": {"pattern": "dense"}}
     if place.recipe.attention.pattern != "dense":
         names["sparse"] = {}
@@ -46,7 +46,7 @@ def evaluate(trainer, place: Place) -> dict[str, float]:
     found = {}
     for name, changes in names.items():
         with nnscaler_ops.changed(**changes):
-            found[name] = _mean_loss(trainer, place)
+            found |= _sums(trainer, place).scalars(name, place.world)
     return found
 
 
@@ -67,24 +67,27 @@ def find_needles(trainer, place: Place, found: list[Needle]) -> dict[str, float]
     return values(found, (world.sum(losses) / world.ring.world).tolist())
 
 
-def _mean_loss(trainer, place: Place) -> float:
+def _sums(trainer, place: Place) -> PositionSums:
+    """This rank's part."""
     recipe, world, layout = place
     data, dp, micro = (
         PackedDataset(recipe.data.eval_path, recipe.train.seq_len),
         recipe.parallel.dp,
         recipe.train.micro_batch,
     )
-    used, sums = min(len(data), MOST_SEQUENCES), torch.zeros(2, dtype=torch.float64, device=world.device)
+    used, sums = min(len(data), MOST_SEQUENCES), PositionSums(recipe.train.seq_len, world.device)
+    positions = layout.positions(world.ring.rank, world.device)
     for first in range(0, used, dp * micro):
         batch = []
         for index in range(first + world.dp_rank * micro, first + (world.dp_rank + 1) * micro):
             one = sample(data[min(index, used - 1)], layout)
             # a replica without a sequence of its own computes along
             batch.append(one if index < used else _ignored(one))
-        loss, count = _infer(trainer, place, batch)
-        sums += torch.stack([loss.double().sum(), count.sum().double()])
-    total, valid = (world.sum(sums) / world.ring.world).tolist()
-    return total / valid
+        with nnscaler_ops.token_losses() as kept:
+            _infer(trainer, place, batch)
+        for losses, labels in kept:
+            sums.add(losses, labels, positions.expand_as(labels))
+    return sums
 
 
 def _infer(trainer, place: Place, batch: list[dict]):

@@ -33,6 +33,7 @@ CHECKED_CALLS = 3  # of `ordered` on each rank: the order of tokens is compared,
 _rings: dict[tuple[int, ...], Ring] = {}
 _operators: dict[tuple, Operator] = {}
 _checks_left = CHECKED_CALLS
+_token_losses: list | None = None
 
 
 def connect(plan_ngpus: int, **options) -> Ring:
@@ -103,7 +104,22 @@ def linear_cross_entropy(
 
     chunk: tokens whose logits exist at one time.
     """
-    return losses.linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    if _token_losses is None:
+        return losses.linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    found = losses.token_losses(hidden, weight, labels, chunk=chunk)
+    _token_losses.append((found, labels))
+    return found.sum()
+
+
+@contextmanager
+def token_losses():
+    """Within it the loss leaves losses (fp32) and labels, [B, S] of this rank, in the list that comes; no gradients."""
+    global _token_losses
+    _token_losses = []
+    try:
+        yield _token_losses
+    finally:
+        _token_losses = None
 
 
 def ordered(

@@ -233,9 +233,7 @@ class RecipeHook(TrainHook):
                 done, step_values(loss=self.loss, grad_norm=metrics["gnorm"], lr=lr, world=self.world, **measured)
             )
         if self.recipe.data.eval_path and (done == train.steps or (log.eval_every and done % log.eval_every == 0)):
-            self._say(
-                done, {f"eval/loss_{name}": loss for name, loss in held_out.evaluate(trainer, self.place).items()}
-            )
+            self._say(done, held_out.evaluate(trainer, self.place))
         if self.needles and (done == train.steps or done % log.niah_every == 0):
             self._say(done, held_out.find_needles(trainer, self.place, self.needles))
 

@@ -19,6 +19,7 @@ from mtraining_nns.model import greedy_generation
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.recipe import Recipe
 
+LENGTH = 384  # one and a half buckets of positions
 LONG = {"rope_type": "yarn", "rope_theta": 1e6, "original_max_position_embeddings": 64}
 
 
@@ -32,7 +33,7 @@ def trained(folder, tied: bool, rope: dict):
     """(export folder, summary) of two steps on two ranks."""
     init = json.dumps({**MODEL, "tie_word_embeddings": tied})
     path = write_recipe(folder, f"model.init={init}", f"model.rope={json.dumps(rope)}")
-    overrides = ["train.steps=2", f"data.eval_path={folder / 'data'}"]
+    overrides = ["train.steps=2", f"train.seq_len={LENGTH}", f"data.eval_path={folder / 'data'}"]
     return folder / "run" / "hf", run_workers(run_engine, 2, path, overrides)[0]
 
 
@@ -47,11 +48,18 @@ def test_strict_load_gives_the_trainers_loss(run):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    dataset = PackedDataset(folder.parents[1] / "data", 256)
+    dataset = PackedDataset(folder.parents[1] / "data", LENGTH)
     ids = torch.stack([dataset[i] for i in range(len(dataset))])
     with torch.no_grad():
-        loss = model(input_ids=ids, labels=ids).loss.item()
-    assert loss == pytest.approx(summary["eval/loss_dense"], rel=1e-5)
+        logits = model(input_ids=ids).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    assert losses.mean().item() == pytest.approx(summary["eval/loss_dense"], rel=1e-5)
+    by_position = {tag: value for tag, value in summary.items() if tag.startswith("eval_by_position/dense")}
+    assert by_position == {
+        "eval_by_position/dense_from_0000001": pytest.approx(losses[:, :255].mean().item(), rel=1e-5),
+        "eval_by_position/dense_from_0000256": pytest.approx(losses[:, 255:].mean().item(), rel=1e-5),
+    }
+    assert summary["eval_by_position/sparse_from_0000256"] != by_position["eval_by_position/dense_from_0000256"]
 
 
 def test_config_means_the_same_to_every_transformers(run):
@@ -59,10 +67,10 @@ def test_config_means_the_same_to_every_transformers(run):
     fields = json.loads((folder / "config.json").read_text())
     assert fields["rope_theta"] == rope["rope_theta"] == fields["rope_parameters"]["rope_theta"]
     if rope is LONG:
-        assert fields["rope_scaling"]["rope_type"] == "yarn" and fields["rope_scaling"]["factor"] == 4.0
+        assert fields["rope_scaling"]["rope_type"] == "yarn" and fields["rope_scaling"]["factor"] == LENGTH / 64
     else:
         assert fields["rope_scaling"] is None
-    assert fields["max_position_embeddings"] == 256 and fields["architectures"] == ["LlamaForCausalLM"]
+    assert fields["max_position_embeddings"] == LENGTH and fields["architectures"] == ["LlamaForCausalLM"]
     assert fields["eos_token_id"] == 0 and fields["bos_token_id"] is None
     config = AutoConfig.from_pretrained(folder)
     both = hasattr(config, "standardize_rope_params")  # version 5 reads either spelling, version 4 the old one
@@ -86,7 +94,7 @@ def test_generation_is_greedy_whatever_the_base_model_says(run, tmp_path):
 def test_attention_of_training_is_written(run):
     fields = json.loads((run[0] / "mtraining.json").read_text())
     recipe = Recipe.load(str(run[0].parents[1] / "recipe.yaml")).resolve(2)
-    assert fields["format"] == 1 and fields["trained_length"] == 256
+    assert fields["format"] == 1 and fields["trained_length"] == LENGTH
     assert AttentionConfig(**fields["attention"]) == recipe.attention
 
 

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.nnscaler,
     pytest.mark.skipif(importlib.util.find_spec("nnscaler") is None, reason="nnScaler is not importable"),
 ]
-RUN = ["train.steps=4", "train.recompute=true", "train.accumulation=2", "log.eval_every=2", "log.niah_every=2"]
+RUN = ["train.steps=4", "train.seq_len=384", "train.recompute=true", "train.accumulation=2", "log.eval_every=2", "log.niah_every=2"]
 
 
 def train(folder: Path, name: str, world: int, *overrides: str, gpus: str = "") -> dict:
@@ -56,8 +56,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same(found: dict, expected: dict, tolerance: float) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert len(set(found["losses"])) == len(found["losses"])
-    tags = {tag for tag in expected if tag.startswith(("train/", "eval/", "attention/"))}
-    assert tags == {tag for tag in found if tag.startswith(("train/", "eval/", "attention/"))}
+    tags = {tag for tag in expected if tag.startswith(("train/", "eval", "attention/"))}
+    assert tags == {tag for tag in found if tag.startswith(("train/", "eval", "attention/"))}
+    assert {"eval_by_position/dense_from_0000256", "eval_by_position/sparse_from_0000001"} <= tags
     assert {"train/grad_norm", "eval/loss_dense", "eval/loss_sparse", "eval/niah_loss", "attention/density"} <= tags
     if found["world"] != expected["world"]:
         tags = {tag for tag in tags if not tag.startswith("attention/")}  # they tell of the busiest ring
@@ -68,8 +69,8 @@ def assert_same(found: dict, expected: dict, tolerance: float) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nnscaler")
-    prepare(folder / "held_out", 256 * 5, seed=1)
-    write_recipe(folder, tokens=256 * 20)
+    prepare(folder / "held_out", 384 * 5, seed=1)
+    write_recipe(folder, tokens=384 * 20)
     save_tokenizer(folder / "data")
     return folder
 

@@ -123,8 +123,7 @@ class Run:
 
     def evaluate(self, done: int) -> None:
         """Held-out losses of the weights after `done` steps. Collective."""
-        losses = evaluate(self.model, self.operator, self.recipe, self.world)
-        self._say(done, {f"eval/loss_{name}": loss for name, loss in losses.items()})
+        self._say(done, evaluate(self.model, self.operator, self.recipe, self.world))
 
     def find_needles(self, done: int) -> None:
         """Needles under the weights after `done` steps. Collective."""
