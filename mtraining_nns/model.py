@@ -55,6 +55,18 @@ class CausalLMLoss(nn.Module):
         return linear_cross_entropy(hidden, self.lm.lm_head.weight, labels, chunk=self.chunk)
 
 
+def config_of(recipe):
+    """The transformers config of a recipe's model as its config.json or model.init says it; no weights, no data.
+
+    UserError where there is none, and for a fresh model without a vocabulary.
+    """
+    if recipe.model.path is not None:
+        return AutoConfig.from_pretrained(recipe.model.path, local_files_only=True, trust_remote_code=False)
+    if "vocab_size" not in recipe.model.init:
+        raise UserError("model.init has no vocab_size, which data.path would say; give model.init.vocab_size=...")
+    return _fresh_config(recipe.model.init)
+
+
 def build_config(recipe, manifest: dict):
     """transformers config of a recipe, with its rope and its trained length; raises UserError for what does not fit.
 

@@ -1,17 +1,12 @@
 """The sections of a recipe, one frozen dataclass each; `recipe.py` joins them.
 
 A section checks its own ranges and raises UserError; types are checked where the YAML is read (`recipe_yaml.py`).
-What this version does not do yet is refused by name (`PLANNED`), never ignored.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from mtraining_nns.errors import UserError
-
-PLANNED = {
-    ("offload", True): "use false",
-}
 
 
 def _require(ok: bool, message: str) -> None:
@@ -73,14 +68,21 @@ class TrainConfig:
     eps: float = 1e-8
     clip: float = 1.0  # largest gradient norm
     seed: int = 0  # initial weights of a fresh model
-    recompute: bool = True  # activation checkpointing, per decoder layer
+    recompute: bool = True  # activation checkpointing, per decoder layer; attention.keep_output spares attention
+    offload_inputs: bool = False  # what a recomputed layer starts from waits in host memory
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     precision: Literal["bf16", "fp32"] = "bf16"
+    kernels: Literal["torch", "liger"] = "torch"  # of norms, MLPs and rotations
 
     def __post_init__(self):
         _at_least(0, "train", self, "warmup_steps", "weight_decay", "lr", "min_lr_ratio")
         _at_least(1, "train", self, "steps", "micro_batch", "accumulation", "loss_chunk")
         _at_least(2, "train", self, "seq_len")
+        _require(
+            self.recompute or not self.offload_inputs,
+            "train.offload_inputs=true is for train.recompute=true, got false; without recomputation layers keep more"
+            " than their inputs",
+        )
         _require(self.min_lr_ratio <= 1, f"train.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
         for name in ("clip", "eps"):
             _require(getattr(self, name) > 0, f"train.{name} must be positive, got {getattr(self, name)}")
@@ -100,17 +102,12 @@ class ParallelConfig:
     # torch: 2 keeps gathered weights from the forward pass to the backward pass, 3 gathers them twice
     # nnscaler: 0 keeps all on every rank, 1 shards the optimizer states, 2 and 3 weights and gradients, too
     zero: Literal[0, 1, 2, 3] = 2
-    offload: bool = False  # optimizer states in host memory
+    offload: bool = False  # AdamW's moments in host memory
     timeout_s: int = 600  # for one exchange between ranks
     warmup_timeout_s: int = 1800  # the same in the first step, in which each rank compiles its kernels
     data_guard_steps: int = 3  # first steps that check that a ring reads one batch
 
     def __post_init__(self):
-        for (name, value), fix in PLANNED.items():
-            _require(
-                getattr(self, name) != value,
-                f"parallel.{name}={str(value).lower()} is not available in this version; {fix}",
-            )
         _at_least(0, "parallel", self, "data_guard_steps")
         _at_least(1, "parallel", self, "cp", "dp", "inner", "timeout_s", "warmup_timeout_s")
 

@@ -1,7 +1,7 @@
 """Attention settings: what is kept, how tokens are laid out over the ring, which kernels run.
 
 Plain data, no torch: recipes, the evaluation and the operator share this one dataclass, and it is written into every
-exported checkpoint. It describes the model, never the machine, except `backend`.
+exported checkpoint. It describes the model, never the machine, except `backend`, `deterministic` and `keep_output`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -46,6 +46,7 @@ class AttentionConfig:
     dense_below: int | Literal["auto"] = 0  # shorter global sequences keep every key; "auto": the measured crossover
     backend: str = "auto"
     deterministic: bool = False
+    keep_output: bool = False  # under recomputation: attention is not computed again, for its output and lse in memory
 
     def __post_init__(self):
         for name in ("dense_layers", "head_budgets"):

@@ -64,18 +64,25 @@ def set_out(q, k, v, place: Place, kernels, layer: int, *, block: int, dense: bo
     keys = k.shape[1] * (ring.levels[1].world if gathers else 1)
     filled = -(-columns // COLUMN_TILE) * COLUMN_TILE
     size = Size(batch, queries, keys, filled, heads // kv_heads, dim, block)
-    step = kv_heads
-    if not dense:
-        workspace = kernels.workspace_bytes(size, backward=backward)
-        step = max(1, min(step, WORKSPACE_BYTES // workspace, LIST_BYTES // size.list_bytes()))
-    if gathers:
-        step = min(step, -(-kv_heads // min(CHUNKS, max(1, batch * queries * heads // CHUNK_ROWS))))
+    workspace = 0 if dense else kernels.workspace_bytes(size, backward=backward)
+    step = key_heads_at_once(size, kv_heads, workspace, gathers=gathers)
     chunks = [_chunk(first, min(first + step, kv_heads), size.group) for first in range(0, kv_heads, step)]
     journey = Journey(
         ring, k, v, f"keys of layer {layer}", pieces=[chunk.kv_heads for chunk in chunks], backward=backward,
         front=kernels.front_rows(size, backward=backward), apart=not kernels.TRAITS.own_with_others,
     )  # fmt: skip
     return Start(kernels, chunks, journey, backward)
+
+
+def key_heads_at_once(size: Size, kv_heads: int, workspace_bytes: int, *, gathers: bool) -> int:
+    """Key heads of a chunk. workspace_bytes: of one of them, 0 where no lists are needed; gathers: keys of a node."""
+    step = kv_heads
+    if workspace_bytes:
+        step = max(1, min(step, WORKSPACE_BYTES // workspace_bytes, LIST_BYTES // size.list_bytes()))
+    if gathers:
+        rows = size.batch * size.queries * size.group * kv_heads
+        step = min(step, -(-kv_heads // min(CHUNKS, max(1, rows // CHUNK_ROWS))))
+    return step
 
 
 def attend(q, k, v, start: Start, call: "Call") -> torch.Tensor:
