@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtraining_nns import hf
 from mtraining_nns.errors import UserError
 from mtraining_nns.loss import linear_cross_entropy
+from mtraining_nns.ops import clock
 from mtraining_nns.rope import reset_rotary, with_rope
 from mtraining_nns.weights import load_folder
 
@@ -52,7 +53,8 @@ class CausalLMLoss(nn.Module):
 
     def forward(self, input_ids, labels, position_ids):
         hidden = self.lm.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
-        return linear_cross_entropy(hidden, self.lm.lm_head.weight, labels, chunk=self.chunk)
+        with clock.span("loss"):
+            return linear_cross_entropy(hidden, self.lm.lm_head.weight, labels, chunk=self.chunk)
 
 
 def config_of(recipe):

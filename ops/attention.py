@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import torch
 
-from mtraining_nns.ops import kernels
+from mtraining_nns.ops import clock, kernels
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
@@ -76,7 +76,7 @@ class Operator:
         config = self.config.of_layer(layer)
 
         def build():
-            with placing(f"estimate of layer {layer}"):
+            with placing(f"estimate of layer {layer}"), clock.span("index"):
                 return self._pattern(layer, layout).build(q, k, place, config, scale)
 
         with torch.autocast(q.device.type, enabled=False):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtraining_nns.ops import clock
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.homeward import Homeward
 from mtraining_nns.ops.hops import Hop, Journey
@@ -184,6 +185,7 @@ class _SparseRing(torch.autograd.Function):
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
+@clock.span("attention forward")
 def _forward(q, k, v, start: Start, call: Call) -> Partial:
     columns = call.gather(call.rows(), k, v)
     out, parts = torch.empty_like(q), [None] * len(start.chunks)
@@ -199,6 +201,7 @@ def _forward(q, k, v, start: Start, call: Call) -> Partial:
     return Partial(out, _joined([part.lse for part in parts], 1))
 
 
+@clock.span("attention backward")
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
     start, home, rows = call.set_out_back(q, k, v), Homeward(call.place.ring, call.layer), call.rows()

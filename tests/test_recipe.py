@@ -62,11 +62,6 @@ def test_the_demo_recipe_loads_and_splits_in_many_stripes():
     assert demo.train.seq_len // (demo.parallel.cp * demo.attention.stripe) >= 2
 
 
-def test_inputs_are_offloaded_where_layers_are_recomputed():
-    with pytest.raises(UserError, match="offload_inputs=true is for train.recompute=true, got false"):
-        Recipe.load("recipes/demo.yaml", ["train.recompute=false", "train.offload_inputs=true"])
-
-
 # override, words that the one line must hold: the key, what was got, what to do
 MISTAKES = [
     ("train.lr=.inf", ["train.lr", "finite", "inf"]),
@@ -175,34 +170,16 @@ def test_a_run_folder_that_cannot_be_made_is_a_mistake(recipe, tmp_path):
         (True, "0.9", ""),
     ],
 )
-def test_the_engine_needs_its_nnscaler(recipe, tmp_path, monkeypatch, found, version, message):
+def test_the_engine_needs_its_nnscaler(monkeypatch, found, version, message):
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object() if found else None)
     monkeypatch.setattr(engines.importlib.metadata, "version", lambda name: version)
-    asked = {
-        name: recipe(f"parallel.engine={name}", f"checkpoint.dir={tmp_path}") for name in ("torch", "auto", "nnscaler")
-    }
-    assert engines.choose(asked["torch"]) == ("torch", "as the recipe says")
+    assert engines.choose("torch") == ("torch", "as the recipe says")
+    assert engines.choose("auto")[0] == "torch" and message in engines.choose("auto")[1]
     if message:
-        assert engines.choose(asked["auto"])[0] == "torch" and message in engines.choose(asked["auto"])[1]
         with pytest.raises(UserError, match=message):
-            engines.choose(asked["nnscaler"])
+            engines.choose("nnscaler")
     else:
-        assert engines.choose(asked["auto"]) == ("nnscaler", "nnScaler is importable")
-        assert engines.choose(asked["nnscaler"]) == ("nnscaler", "as the recipe says")
-
-
-def test_auto_goes_on_with_what_is_there_and_leaves_to_torch_what_it_alone_can_do(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "nnscaler_fault", lambda: "")
-    folder = f"checkpoint.dir={tmp_path}"
-    assert engines.choose(recipe(folder, "parallel.zero=0"))[0] == "nnscaler"
-    name, reason = engines.choose(recipe(folder, "train.kernels=liger"))
-    assert name == "torch" and "train.kernels=liger is for parallel.engine=torch" in reason
-    (tmp_path / "step-000003").mkdir()
-    (tmp_path / "step-000003" / "manifest.json").write_text("{}")
-    name, reason = engines.choose(recipe(folder))
-    assert name == "torch" and "holds its checkpoints" in reason
-    with pytest.raises(UserError, match="holds step-000003 of the torch engine, .* go on with parallel.engine=torch"):
-        engines.check(recipe(folder, "parallel.engine=nnscaler"))
+        assert engines.choose("nnscaler") == ("nnscaler", "as the recipe says")
 
 
 @pytest.mark.parametrize("path", sorted(Path("recipes").glob("*_*.yaml")), ids=str)
