@@ -159,12 +159,11 @@ def _backward(setting: Setting, *, first: bool) -> dict[str, int]:
         gradients = shape.sharded(setting.world)
     # beside the layer's own, in b bytes, the sum of the layer before is under way in fp32
     under_way = shape.layer_parameters * (b if first else b + 4)
-    at_work = _layer_at_work(setting)
     if not setting.train.recompute:
-        at_work["layer"] -= layer_bytes(setting)  # it is among the activations
+        kept["activations"] -= layer_bytes(setting)  # of the layer at work
     return {
         **kept,
-        **at_work,
+        **_layer_at_work(setting),
         "gathered weights": b * (gathered + shape.root_parameters),
         "gradients, fp32 shards": 4 * gradients,
         "gradients under way": under_way + b * shape.vocabulary * shape.hidden,
