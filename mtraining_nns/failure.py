@@ -9,6 +9,35 @@ from mtraining_nns import environment
 from mtraining_nns.errors import UserError
 
 
+class NoRoom(RuntimeError):
+    """A GPU is full; says of what, and which keys of the recipe help."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether torch found no memory on a device, be it under errors of an engine."""
+    while error is not None:
+        if type(error).__name__ == "OutOfMemoryError":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def explain_memory(error: Exception, recipe, local_world: int) -> str:
+    """torch's own words, and what the plan of the recipe says about them."""
+    import torch
+
+    from mtraining_nns.ops import kernels
+    from mtraining_nns.plan.advice import Gpu, explain
+
+    device, capacity, allocated = "cpu", 0, 0
+    if torch.cuda.is_available():
+        device = "cuda"
+        capacity, allocated = torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated()
+    work = kernels.Work(block=recipe.attention.block)
+    backend, _ = kernels.choose(kernels.Device.here(device), work, recipe.attention.backend)
+    return f"{error}\n{explain(recipe, Gpu(backend, local_world, capacity, allocated))}"
+
+
 def leave(error: Exception, rank: int) -> int:
     """Leave the error for the launcher, print it where nobody else will, return the exit code."""
     user = isinstance(error, UserError)

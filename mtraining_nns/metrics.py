@@ -1,18 +1,22 @@
 """What a run says while it trains: one line per logged step on rank 0, and TensorBoard scalars.
 
-    step 20/60  loss 5.1204  norm 1.31  lr 1.8e-03  tokens/s 9,120  mem 1.1 GB  density 0.312  work max/mean 1.02
+    step 20/60  loss 5.1204  norm 1.31  lr 1.8e-03  tokens/s 9,120  a GPU 4,560  MFU dense-equivalent 41.2%
+        of kept pairs 18.3%  mem 1.1 GB  density 0.312  work max/mean 1.02
 
+Speed is that of the steps after the first two of a process (`speed.py`).
 density: share of causal query-key pairs that are kept, mean over layers. work max/mean: kept pairs of the busiest rank
 of a ring over the ring's mean, for the last micro-batch.
 """
 
 import resource
 import time
+from dataclasses import dataclass
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from mtraining_nns.ops import balance
+from mtraining_nns.speed import Profile, Speed
 
 BALANCE_TAGS = ("attention/work_max_over_mean", *(f"attention/balance_{name}" for name in balance.Balance._fields))
 WARMUP_STEPS = 2  # first steps of a process: compilation and allocation, not training speed
@@ -60,6 +64,7 @@ def attention_stats(operator, world) -> dict[str, float]:
     work = torch.tensor([float(sum(stats["work"].values()))], dtype=torch.float64, device=world.device)
     ring = torch.stack(world.ring.gather(torch.cat([work, *_work_by_hop(operator)])))
     total, by_hop = ring[:, 0], ring[:, 1:]
+    values["attention/kept_pairs"] = total.sum().item()
     measures = [total.max() / total.mean()]
     if by_hop.numel() > 0:
         measures += balance.measure(by_hop.unflatten(1, (-1, len(ring))).transpose(0, 1))
@@ -76,16 +81,31 @@ def _work_by_hop(operator) -> list[torch.Tensor]:
     return [balance.work(index, layout, holds)[0] for index, layout in last]
 
 
-def step_values(*, loss: float, grad_norm, lr: float, peak_bytes: int, meter: "Meter", operator, world) -> dict:
+@dataclass(frozen=True)
+class Gauges:
+    """What a step is measured with: how fast it was, what its operator kept, and who takes part."""
+
+    meter: Meter
+    speed: Speed
+    profile: Profile
+    operator: object
+    world: object
+
+
+def step_values(gauges: Gauges, *, loss: float, grad_norm, lr: float, peak_bytes: int) -> dict:
     """Scalars of a logged step by tag. Collective."""
+    world, tokens_per_s = gauges.world, gauges.meter.tokens_per_s()
+    attention = attention_stats(gauges.operator, world)
     memory = torch.tensor(peak_bytes / 1e9, device=world.device)
     return {
         "train/loss": loss,
         "train/grad_norm": grad_norm,
         "train/lr": lr,
-        "speed/tokens_per_s": meter.tokens_per_s(),
+        "speed/tokens_per_s": tokens_per_s,
+        **gauges.speed.values(tokens_per_s, attention["attention/kept_pairs"]),
+        **gauges.profile.values(),
         "memory/peak_gb": world.max(memory).item(),
-        **attention_stats(operator, world),
+        **attention,
     }
 
 
@@ -133,6 +153,12 @@ FORMATS = {
     "train/grad_norm": "norm {:.2f}",
     "train/lr": "lr {:.1e}",
     "speed/tokens_per_s": "tokens/s {:,.0f}",
+    "speed/tokens_per_s_per_gpu": "a GPU {:,.0f}",
+    "speed/mfu_dense_equivalent": "MFU dense-equivalent {:.1%}",
+    "speed/mfu_kept": "of kept pairs {:.1%}",
+    "time/attention_share": "attention {:.0%} of the time",
+    "time/index_share": "index {:.1%}",
+    "time/exposed_share": "waiting {:.1%}",
     "memory/peak_gb": "mem {:.1f} GB",
     "attention/density": "density {:.3f}",
     "attention/work_max_over_mean": "work max/mean {:.2f}",

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtraining_nns import hf
 from mtraining_nns.errors import UserError
 from mtraining_nns.loss import linear_cross_entropy, token_losses
+from mtraining_nns.ops import clock
 from mtraining_nns.rope import reset_rotary, with_rope
 from mtraining_nns.weights import load_folder
 
@@ -55,7 +56,20 @@ class CausalLMLoss(nn.Module):
     def forward(self, input_ids, labels, position_ids, by_token: bool = False):
         hidden = self.lm.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
         loss = token_losses if by_token else linear_cross_entropy
-        return loss(hidden, self.lm.lm_head.weight, labels, chunk=self.chunk)
+        with clock.span("loss"):
+            return loss(hidden, self.lm.lm_head.weight, labels, chunk=self.chunk)
+
+
+def config_of(recipe):
+    """The transformers config of a recipe's model as its config.json or model.init says it; no weights, no data.
+
+    UserError where there is none, and for a fresh model without a vocabulary.
+    """
+    if recipe.model.path is not None:
+        return AutoConfig.from_pretrained(recipe.model.path, local_files_only=True, trust_remote_code=False)
+    if "vocab_size" not in recipe.model.init:
+        raise UserError("model.init has no vocab_size, which data.path would say; give model.init.vocab_size=...")
+    return _fresh_config(recipe.model.init)
 
 
 def build_config(recipe, manifest: dict):

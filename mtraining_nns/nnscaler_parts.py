@@ -29,14 +29,16 @@ from mtraining_nns.engines.world import World, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import keep_tokenizer, texts_of
 from mtraining_nns.host_adamw import HostAdamW
-from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values
+from mtraining_nns.metrics import Gauges, Log, Meter, peak_memory_bytes, step_values
 from mtraining_nns.model import build_config, build_model, materialize
 from mtraining_nns.needles import needles
 from mtraining_nns.nnscaler_held_out import sample
 from mtraining_nns.nnscaler_hf import TracedLoss
 from mtraining_nns.ops.layout import Layout
 from mtraining_nns.optim import learning_rate
+from mtraining_nns.plan.shape import Shape
 from mtraining_nns.recipe import Recipe
+from mtraining_nns.speed import Profile, Speed
 
 nnscaler_cpu.install()
 
@@ -171,10 +173,13 @@ class RecipeHook(TrainHook):
         first = len(self.progress.losses)
         self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
         self.meter = Meter(self.recipe.batch * train.seq_len)
+        config = build_config(self.recipe, read_manifest(self.recipe.data.path))
+        self.speed = Speed.of(Shape.of(build_model(config, seed=None)), self.recipe, self.world)
+        self.profile, self.profiled = Profile(self.recipe.log.profile_every, self.world.device), None
         self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
         if self.world.rank == 0:
             keep_tokenizer(self.recipe)
-            self.texts = texts_of(self.recipe, build_config(self.recipe, read_manifest(self.recipe.data.path)))
+            self.texts = texts_of(self.recipe, config)
         if self.world.ring.world > 1:
             self.world.say(self.world.about)
 
@@ -193,6 +198,8 @@ class RecipeHook(TrainHook):
         """A save that came before is complete."""
         self._mark(trainer)
         self.meter.__enter__()
+        self.profiled = self.profile.step(trainer.train_status.finished_train_steps + 1)
+        self.profiled.__enter__()
 
     def on_train_step_start(self, trainer, batches) -> None:
         """The ranks of a ring read the same tokens."""
@@ -221,17 +228,16 @@ class RecipeHook(TrainHook):
 
     def on_step_end(self, trainer, epoch, index, metrics, outputs) -> None:
         """Scalars and the progress line, held-out losses."""
+        self.profiled.__exit__(None, None, None)
         self.meter.__exit__()
         done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
         self.progress.losses.append(self.loss)
         if self.meter.steps == 1:
             settle(self.world, self.recipe.parallel)
-        if done % log.every == 0 or done in (1, train.steps):
-            measured = {"meter": self.meter, "operator": nnscaler_ops.operator(), "peak_bytes": self.peak_bytes}
-            lr = learning_rate(done - 1, train)
-            self._say(
-                done, step_values(loss=self.loss, grad_norm=metrics["gnorm"], lr=lr, world=self.world, **measured)
-            )
+        if done % log.every == 0 or done in (1, train.steps) or self.profile.found is not None:
+            gauges = Gauges(self.meter, self.speed, self.profile, nnscaler_ops.operator(), self.world)
+            measured = {"loss": self.loss, "grad_norm": metrics["gnorm"], "lr": learning_rate(done - 1, train)}
+            self._say(done, step_values(gauges, **measured, peak_bytes=self.peak_bytes))
         if self.recipe.data.eval_path and (done == train.steps or (log.eval_every and done % log.eval_every == 0)):
             self._say(done, held_out.evaluate(trainer, self.place))
         if self.needles and (done == train.steps or done % log.niah_every == 0):

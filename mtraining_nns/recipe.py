@@ -65,26 +65,29 @@ class Recipe:
         """Sequences of an optimizer step, over all rings."""
         return self.parallel.dp * self.train.micro_batch * self.train.accumulation
 
+    def shared_by(self, world: int) -> "Recipe":
+        """The recipe with its ring and attention settled for `world` processes; reads no file; raises UserError."""
+        cp = _context_parallel(self.parallel, world)
+        _check_inner(self.parallel, cp)
+        _check_every_rank_has_tokens(self.attention, self.train.seq_len, cp)
+        return replace(self, attention=self.attention.resolved(), parallel=replace(self.parallel, cp=cp))
+
     def resolve(self, world: int) -> "Recipe":
         """The recipe of a run with `world` processes: no default left open, lengths and data checked; raises UserError.
 
         >>> recipe.resolve(world=8).parallel.cp       # parallel.cp not given, parallel.dp=2
         4
         """
-        cp = _context_parallel(self.parallel, world)
-        _check_inner(self.parallel, cp)
-        _check_every_rank_has_tokens(self.attention, self.train.seq_len, cp)
-        _check_folders(self)
+        recipe = self.shared_by(world)
+        check_folders(self)
         manifest = _manifest("data.path", self.data.path)
         if self.data.eval_path is not None:
             _manifest("data.eval_path", self.data.eval_path)
         elif self.log.eval_every:
             raise UserError(f"log.eval_every={self.log.eval_every} needs data.eval_path, a prepared folder")
         return replace(
-            self,
+            recipe,
             model=_with_vocabulary(self.model, manifest),
-            attention=self.attention.resolved(),
-            parallel=replace(self.parallel, cp=cp),
             log=replace(self.log, dir=self.log.dir or os.path.join(self.checkpoint.dir, "tensorboard")),
             export=replace(self.export, dir=self.export.dir or os.path.join(self.checkpoint.dir, "hf")),
         )
@@ -122,7 +125,8 @@ def _check_every_rank_has_tokens(attention: AttentionConfig, seq_len: int, cp: i
         )
 
 
-def _check_folders(recipe: Recipe) -> None:
+def check_folders(recipe: Recipe) -> None:
+    """UserError where a folder that the recipe names is missing; those of data are looked at elsewhere."""
     path, resume = recipe.model.path, recipe.checkpoint.resume
     if path is not None and not os.path.isfile(os.path.join(path, "config.json")):
         raise UserError(

@@ -133,11 +133,12 @@ class LogConfig:
     dir: str | None = None  # TensorBoard; None: checkpoint.dir/tensorboard
     every: int = 1  # steps
     eval_every: int = 0  # steps between losses on data.eval_path; 0: none
+    profile_every: int = 0  # steps between those whose time is measured part by part; 0: none
     niah_every: int = 0  # steps between needles in a haystack of train.seq_len tokens, and at the end; 0: none
     niah_depths: tuple[float, ...] = (10.0, 50.0, 90.0)  # of the needles, in percent
 
     def __post_init__(self):
-        _at_least(0, "log", self, "eval_every", "niah_every")
+        _at_least(0, "log", self, "eval_every", "niah_every", "profile_every")
         _at_least(1, "log", self, "every")
         _require(
             len(self.niah_depths) > 0 and all(0 <= depth <= 100 for depth in self.niah_depths),

@@ -37,7 +37,12 @@ def run(arguments: list[str], process: environment.Process) -> None:
     engines.check(recipe)
     if process.rank == 0:
         keep(recipe)
-    engines.train(recipe)
+    try:
+        engines.train(recipe)
+    except Exception as error:
+        if failure.is_out_of_memory(error):
+            raise failure.NoRoom(failure.explain_memory(error, recipe, process.local_world)) from error
+        raise
 
 
 def keep(recipe: Recipe) -> None:

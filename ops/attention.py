@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import torch
 
-from mtraining_nns.ops import kernels
+from mtraining_nns.ops import clock, kernels
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.index import Index
 from mtraining_nns.ops.layout import Layout
@@ -77,7 +77,7 @@ class Operator:
 
         @torch.no_grad()
         def build():
-            with placing(f"estimate of layer {layer}"):
+            with placing(f"estimate of layer {layer}"), clock.span("index"):
                 return self._pattern(layer, layout).build(q, k, place, config, scale)
 
         with torch.autocast(q.device.type, enabled=False):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtraining_nns.ops import clock
 from mtraining_nns.ops.columns import Columns
 from mtraining_nns.ops.homeward import Homeward
 from mtraining_nns.ops.hops import Hop, Journey
@@ -64,18 +65,25 @@ def set_out(q, k, v, place: Place, kernels, layer: int, *, block: int, dense: bo
     keys = k.shape[1] * (ring.levels[1].world if gathers else 1)
     filled = -(-columns // COLUMN_TILE) * COLUMN_TILE
     size = Size(batch, queries, keys, filled, heads // kv_heads, dim, block)
-    step = kv_heads
-    if not dense:
-        workspace = kernels.workspace_bytes(size, backward=backward)
-        step = max(1, min(step, WORKSPACE_BYTES // workspace, LIST_BYTES // size.list_bytes()))
-    if gathers:
-        step = min(step, -(-kv_heads // min(CHUNKS, max(1, batch * queries * heads // CHUNK_ROWS))))
+    workspace = 0 if dense else kernels.workspace_bytes(size, backward=backward)
+    step = key_heads_at_once(size, kv_heads, workspace, gathers=gathers)
     chunks = [_chunk(first, min(first + step, kv_heads), size.group) for first in range(0, kv_heads, step)]
     journey = Journey(
         ring, k, v, f"keys of layer {layer}", pieces=[chunk.kv_heads for chunk in chunks], backward=backward,
         front=kernels.front_rows(size, backward=backward), apart=not kernels.TRAITS.own_with_others,
     )  # fmt: skip
     return Start(kernels, chunks, journey, backward)
+
+
+def key_heads_at_once(size: Size, kv_heads: int, workspace_bytes: int, *, gathers: bool) -> int:
+    """Key heads of a chunk. workspace_bytes: of one of them, 0 where no lists are needed; gathers: keys of a node."""
+    step = kv_heads
+    if workspace_bytes:
+        step = max(1, min(step, WORKSPACE_BYTES // workspace_bytes, LIST_BYTES // size.list_bytes()))
+    if gathers:
+        rows = size.batch * size.queries * size.group * kv_heads
+        step = min(step, -(-kv_heads // min(CHUNKS, max(1, rows // CHUNK_ROWS))))
+    return step
 
 
 def attend(q, k, v, start: Start | None, call: "Call") -> torch.Tensor:
@@ -185,6 +193,7 @@ class _SparseRing(torch.autograd.Function):
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
+@clock.span("attention forward")
 def _forward(q, k, v, start: Start, call: Call) -> Partial:
     columns = call.gather(call.rows(), k, v)
     out, parts = torch.empty_like(q), [None] * len(start.chunks)
@@ -200,6 +209,7 @@ def _forward(q, k, v, start: Start, call: Call) -> Partial:
     return Partial(out, _joined([part.lse for part in parts], 1))
 
 
+@clock.span("attention backward")
 def _backward(q, k, v, tape: Tape, call: Call):
     """(dq in q's dtype, dk, dv)."""
     start, home, rows = call.set_out_back(q, k, v), Homeward(call.place.ring, call.layer), call.rows()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mtraining_nns.ops import clock
 from mtraining_nns.ops.watch import Watch
 
 MODES = ("ring", "gather")  # how keys get around an inner circle
@@ -50,7 +51,7 @@ class Circle:
 
     def arrived(self, work: dist.Work, what: str) -> None:
         """Wait for a transfer; on a GPU that queues the wait. what: for error messages."""
-        with blaming(what):
+        with blaming(what), clock.span("wait"):
             work.wait()
         if self.watch is not None:
             event = torch.cuda.Event()

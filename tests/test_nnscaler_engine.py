@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.nnscaler,
     pytest.mark.skipif(importlib.util.find_spec("nnscaler") is None, reason="nnScaler is not importable"),
 ]
-RUN = ["train.steps=4", "train.seq_len=384", "train.recompute=true", "train.accumulation=2", "log.eval_every=2", "log.niah_every=2"]
+RUN = ["train.steps=4", "train.seq_len=384", "train.recompute=true", "train.accumulation=2"]
+RUN += ["log.eval_every=2", "log.niah_every=2"]
 
 
 def train(folder: Path, name: str, world: int, *overrides: str, gpus: str = "") -> dict:

@@ -21,6 +21,7 @@ VERBS = (
     "fetch",
     "eval",
     "compare",
+    "plan",
     "balance",
     "record",
     "parallelize",

@@ -16,6 +16,7 @@ from mtraining_nns.errors import UserError
 from mtraining_nns.liger import use_liger
 from mtraining_nns.loss import IGNORE
 from mtraining_nns.model import CausalLMLoss, recompute_layers
+from mtraining_nns.ops import clock
 from mtraining_nns.optim import clip_gradients
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -69,10 +70,17 @@ def train_step(model: CausalLMLoss, optimizer, batches: list[dict], world: World
     total = torch.zeros((), dtype=torch.float32, device=world.device)
     with hf.sequence(model.lm, seq_len=recipe.train.seq_len):
         for batch in batches:
-            loss = model(**batch)
-            (loss / valid).backward()
+            with clock.span("forward"):
+                loss = model(**batch)
+            with clock.span("backward"):
+                (loss / valid).backward()
             total += loss.detach()
-    result = StepResult((world.sum(total) / valid).item(), clip_gradients(model, recipe.train.clip))
+    with clock.span("optimizer"):
+        return _update(model, optimizer, world.sum(total) / valid, recipe=recipe, step=step)
+
+
+def _update(model, optimizer, loss: torch.Tensor, *, recipe, step: int) -> StepResult:
+    result = StepResult(loss.item(), clip_gradients(model, recipe.train.clip))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         raise NotFinite(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}")
     optimizer.step()

@@ -21,12 +21,14 @@ from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import finish, keep_tokenizer, texts_of
-from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values, summary
+from mtraining_nns.metrics import Gauges, Log, Meter, peak_memory_bytes, step_values, summary
 from mtraining_nns.model import CausalLMLoss, build_config, build_model, materialize
 from mtraining_nns.needles import Needle, needles
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.optim import build_optimizer, learning_rate, set_learning_rate
+from mtraining_nns.plan.shape import Shape
 from mtraining_nns.recipe import Recipe
+from mtraining_nns.speed import Profile, Speed
 
 
 def train(recipe: Recipe) -> dict:
@@ -55,11 +57,10 @@ class Run:
     world: World
     feed: Feed
     model: CausalLMLoss
-    operator: Operator
     state: State
     losses: list[float]
     log: Log
-    meter: Meter
+    gauges: Gauges
     last: dict  # latest logged and evaluated values by tag
     needles: list[Needle]
 
@@ -86,8 +87,9 @@ class Run:
         world.say(operator.describe(recipe.train.seq_len))
         losses, last = trainer["losses"], trainer["values"]
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
-        meter = Meter(feed.batch * recipe.train.seq_len)
-        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last, hidden)
+        meter, profile = Meter(feed.batch * recipe.train.seq_len), Profile(recipe.log.profile_every, world.device)
+        gauges = Gauges(meter, Speed.of(Shape.of(model.lm), recipe, world), profile, operator, world)
+        return cls(recipe, world, feed, model, state, losses, log, gauges, last, hidden)
 
     @property
     def first_step(self) -> int:
@@ -97,7 +99,7 @@ class Run:
         """One optimizer step with its logging, evaluation and checkpoint. `step` counts from 0."""
         recipe, done, final = self.recipe, step + 1, step + 1 == self.recipe.train.steps
         set_learning_rate(self.state.optimizer, learning_rate(step, recipe.train))
-        with self.meter:
+        with self.gauges.meter, self.gauges.profile.step(done):
             try:
                 result = train_step(
                     self.model, self.state.optimizer, self.feed.batches(step), self.world, recipe=recipe, step=step
@@ -105,7 +107,7 @@ class Run:
             except NotFinite as error:
                 raise NotFinite(f"{error}, samples {self.feed.ids(step)} of {recipe.data.path}") from error
         self.losses.append(result.loss)
-        if done % recipe.log.every == 0 or final or step == 0:
+        if done % recipe.log.every == 0 or final or step == 0 or self.gauges.profile.found is not None:
             self.report(step, result)
         if recipe.log.eval_every and done % recipe.log.eval_every == 0 and not final:
             self.evaluate(done)
@@ -117,13 +119,13 @@ class Run:
     def report(self, step: int, result: StepResult) -> None:
         """Progress line and scalars of a step. Collective."""
         lr = learning_rate(step, self.recipe.train)
-        measured = {"meter": self.meter, "operator": self.operator, "world": self.world}
-        measured["peak_bytes"] = peak_memory_bytes(self.world.device)
-        self._say(step + 1, step_values(loss=result.loss, grad_norm=result.grad_norm, lr=lr, **measured))
+        peak = peak_memory_bytes(self.world.device)
+        values = step_values(self.gauges, loss=result.loss, grad_norm=result.grad_norm, lr=lr, peak_bytes=peak)
+        self._say(step + 1, values)
 
     def evaluate(self, done: int) -> None:
         """Held-out losses of the weights after `done` steps. Collective."""
-        self._say(done, evaluate(self.model, self.operator, self.recipe, self.world))
+        self._say(done, evaluate(self.model, self.gauges.operator, self.recipe, self.world))
 
     def find_needles(self, done: int) -> None:
         """Needles under the weights after `done` steps. Collective."""
@@ -153,7 +155,7 @@ class Run:
         if self.needles:
             self.find_needles(len(self.losses))
         self.log.close()
-        tokens = self.meter.tokens_per_step
+        tokens = self.gauges.meter.tokens_per_step
         return summary(self.losses, self.last, world=self.world.mesh.size(), tokens_per_step=tokens)
 
 

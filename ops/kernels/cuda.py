@@ -24,8 +24,9 @@ from mtraining_nns.ops.index import BlockIndex, Lists
 from mtraining_nns.ops.kernels import triton as columns_backend
 from mtraining_nns.ops.kernels import triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits, joined
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, Traits, joined
 from mtraining_nns.ops.kernels.contract import no_front_rows as front_rows  # noqa: F401
+from mtraining_nns.ops.kernels.sizes import cuda as workspace_bytes  # noqa: F401
 from mtraining_nns.ops.kernels.triton_lists import chunk
 from mtraining_nns.ops.merge import Partial
 
@@ -64,15 +65,6 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     dq = joined(carry, dq, None)
     dq, _, columns = columns_backend.backward(q, _columns_alone(keys), tape, carry=dq, into=into)
     return Grads(dq, dkv, columns)
-
-
-def workspace_bytes(size: Size, *, backward: bool) -> int:
-    """Bytes that one key head and its query heads need beside their results."""
-    if not backward:
-        return 2 * size.list_bytes()  # in both orders
-    # both lists and one of them the other way round; dQ in fp32 and 16 bits; dK and dV of every query head
-    rows = size.group * (size.queries * (4 + 2) + size.keys * 2 * 2) + size.keys * 2 * 4
-    return 3 * size.list_bytes() + size.batch * size.dim * rows
 
 
 def _check(keys: Keys) -> None:

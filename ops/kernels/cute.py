@@ -19,11 +19,12 @@ from flash_attn.cute.interface import _flash_attn_fwd
 from mtraining_nns.ops.index import COLUMN_TILE
 from mtraining_nns.ops.kernels import cute_backward, cute_lists, cute_mask, triton_rows
 from mtraining_nns.ops.kernels.backends import BLOCK
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, Traits
+from mtraining_nns.ops.kernels.sizes import copies as column_copies
+from mtraining_nns.ops.kernels.sizes import cute as workspace_bytes  # noqa: F401
+from mtraining_nns.ops.kernels.sizes import front_rows  # noqa: F401
 from mtraining_nns.ops.merge import Partial
 
-QUERIES_PER_COPY = 128  # query blocks that one program of the backward pass takes of a column tile
-MOST_COPIES = 8
 FOLDED_PROGRAMS = 1024  # of a backward pass, so many at least where heads are folded
 TRAITS = Traits(causal_without_lists=True, backward_by_query=False)
 
@@ -55,7 +56,7 @@ def backward(q, keys: Keys, tape: Tape, *, carry: cute_backward.Sums, into=None)
     columns, extended, how = None, keys, {"causal": True}
     if not _causal(keys):
         group, tiles = q.shape[2] // keys.k.shape[2], _tiles(keys)
-        copies = 1 if tiles is None else _copies(q.shape[1])
+        copies = 1 if tiles is None else column_copies(q.shape[1], BLOCK)
         extended = _extended(keys, copies)
         fold = 1 if tiles is None and cute_lists.shared(keys.blocks.by_key) else _fold(q, extended.k)
         lists = cute_lists.by_key(keys.blocks, tiles, group, copies, fold)
@@ -69,21 +70,6 @@ def backward(q, keys: Keys, tape: Tape, *, carry: cute_backward.Sums, into=None)
     if first:
         columns = _column_grads(dkv[:, :, :first], keys, copies)
     return Grads(carry if into is None else _finished(carry, tape.scale, into), dkv[:, :, first:], columns)
-
-
-def workspace_bytes(size: Size, *, backward: bool) -> int:
-    """Bytes that one key head and its query heads need beside their results."""
-    extended = size._replace(keys=size.keys + front_rows(size, backward=backward))
-    rows = 2 * 2 * extended.keys
-    if backward:
-        # dK and dV in 16 bits and in 32; q and dout head by head, and the accumulator of dQ
-        rows += extended.keys * 2 * (2 + 4) + size.group * size.queries * (2 * 2 + 4)
-    return size.list_bytes() + extended.list_bytes() + size.batch * size.dim * rows
-
-
-def front_rows(size: Size, *, backward: bool) -> int:
-    """Rows of the extended keys before the keys."""
-    return size.group * size.columns * (_copies(size.queries) if backward else 1)
 
 
 def _finished(carry: cute_backward.Sums, scale: float, into):
@@ -106,11 +92,6 @@ def _causal(keys: Keys) -> bool:
 
 def _tiles(keys: Keys):
     return None if keys.columns is None else keys.columns.tiles
-
-
-def _copies(length: int) -> int:
-    """Programs that share a column tile's queries, a power of two; a tile sees thousands, a key block some dozens."""
-    return min(MOST_COPIES, 1 << max(0, (length // BLOCK // QUERIES_PER_COPY).bit_length() - 1))
 
 
 def _fold(q, k) -> int:

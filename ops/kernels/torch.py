@@ -7,8 +7,9 @@ device once a query block; use the Triton backend there. Scores and sums are fp3
 import torch
 
 from mtraining_nns.ops.index import BlockIndex, unpacked
-from mtraining_nns.ops.kernels.contract import Grads, Keys, Size, Tape, Traits, joined
+from mtraining_nns.ops.kernels.contract import Grads, Keys, Tape, Traits, joined
 from mtraining_nns.ops.kernels.contract import no_front_rows as front_rows  # noqa: F401
+from mtraining_nns.ops.kernels.sizes import lists_alone as workspace_bytes  # noqa: F401
 from mtraining_nns.ops.merge import Partial, merge
 
 TRAITS = Traits()
@@ -32,11 +33,6 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     dkv = _blocks_backward(q, keys, tape, dq)
     columns = None if keys.columns is None else _columns_backward(q, keys, tape, dq)
     return Grads(joined(carry, dq, into), dkv, columns)
-
-
-def workspace_bytes(size: Size, *, backward: bool) -> int:
-    """Bytes that one key head and its query heads need beside their results."""
-    return size.list_bytes() * (1 + backward)
 
 
 def _blocks_forward(q, keys: Keys, scale) -> Partial:

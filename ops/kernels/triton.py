@@ -12,8 +12,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mtraining_nns.ops.index import BlockIndex, ColumnTiles, Lists
 from mtraining_nns.ops.kernels import triton_blocks, triton_columns
 from mtraining_nns.ops.kernels.backends import triton_shape_fault
-from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Size, Tape, Traits
+from mtraining_nns.ops.kernels.contract import GatheredColumns, Grads, Keys, Tape, Traits
 from mtraining_nns.ops.kernels.contract import no_front_rows as front_rows  # noqa: F401
+from mtraining_nns.ops.kernels.sizes import lists_alone as workspace_bytes  # noqa: F401
 from mtraining_nns.ops.merge import Partial
 
 
@@ -66,11 +67,6 @@ def backward(q, keys: Keys, tape: Tape, *, carry, into=None) -> Grads:
     tensors = tape.dout.contiguous(), tape.lse, tape.delta
     columns = None if keys.columns is None else _columns_dkv(q, keys, tensors, tape.scale)
     return Grads(_dq(q, keys, tensors, tape.scale, carry, into), _dkv(q, keys, tensors, tape.scale), columns)
-
-
-def workspace_bytes(size: Size, *, backward: bool) -> int:
-    """Bytes that one key head and its query heads need beside their results."""
-    return size.list_bytes() * (1 + backward)
 
 
 def _place(q, into):
