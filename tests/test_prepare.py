@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mtraining_nns.cli import prepare as verb
-from mtraining_nns.data import prepare as pipeline
-from mtraining_nns.data import store, tokenizer
+from mtraining_nns.data import store, tokenise, tokenizer
 from mtraining_nns.data.atomic import new_folder
 from mtraining_nns.data.dataset import PackedDataset
 from mtraining_nns.data.prepare import PrepareConfig, prepare
@@ -212,10 +211,10 @@ def test_token_type_holds_the_largest_id(vocab_size, dtype):
 
 
 def test_documents_come_back_in_order(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(tokenise, "BATCH_BYTES", 3000)
     manifest, kept = prepare(config(corpus, tmp_path, seq_len=64))
     expected = [path.read_bytes().decode() for path in sorted(corpus.rglob("*.txt")) if path.name[0].isdigit()]
-    assert not kept and documents_of(tmp_path / "out") == expected
+    assert kept == "prepared" and documents_of(tmp_path / "out") == expected
     assert manifest == store.read_manifest(tmp_path / "out")
     assert manifest["documents"] == len(expected) == 31
     assert manifest["bytes"] == sum(len(document.encode()) for document in expected)
@@ -249,7 +248,7 @@ def test_same_settings_are_kept_and_others_need_overwrite(corpus, tmp_path):
     first, _ = prepare(config(corpus, tmp_path, holdout=0.3))
     written = (tmp_path / "out" / store.TOKENS).stat().st_mtime_ns
     again, kept = prepare(config(corpus, tmp_path, holdout=0.3, seq_len=100))
-    assert kept and again["sequences"] == first["tokens"] // 100
+    assert kept == "rearranged" and again["sequences"] == first["tokens"] // 100
     assert store.read_manifest(tmp_path / "out" / "heldout")["seq_len"] == 100
     with pytest.raises(UserError, match=r"holdout=0.3 \(now 0.2\).*--overwrite"):
         prepare(config(corpus, tmp_path, holdout=0.2))
@@ -258,7 +257,7 @@ def test_same_settings_are_kept_and_others_need_overwrite(corpus, tmp_path):
         prepare(config(corpus, tmp_path, holdout=0.3))
     assert (tmp_path / "out" / store.TOKENS).stat().st_mtime_ns == written
     replaced, kept = prepare(config(corpus, tmp_path, overwrite=True))
-    assert not kept and "heldout" not in replaced and not (tmp_path / "out" / "heldout").exists()
+    assert kept == "prepared" and "heldout" not in replaced and not (tmp_path / "out" / "heldout").exists()
     assert sorted(os.listdir(tmp_path)) == ["corpus", "out"]
 
 
@@ -283,7 +282,7 @@ def test_an_error_in_the_middle_leaves_nothing(corpus, tmp_path, monkeypatch):
         with pytest.raises(RuntimeError):
             prepare(config(corpus, tmp_path))
     assert os.listdir(tmp_path) == ["corpus"]
-    assert not prepare(config(corpus, tmp_path))[1]
+    assert prepare(config(corpus, tmp_path))[1] == "prepared"
 
 
 def test_killed_run_starts_again_without_cleaning_up(corpus, tmp_path):

@@ -38,10 +38,10 @@ def dtype_name(vocab_size: int) -> str:
 class TokenWriter:
     """Appends documents to the token file of a folder; `close` writes the boundaries and returns the counts."""
 
-    def __init__(self, folder: Path, dtype: str):
+    def __init__(self, folder: Path, dtype: str, mode: str = "wb"):
         folder.mkdir(exist_ok=True)
         self.folder, self._dtype = folder, dtype
-        self._file = open(folder / TOKENS, "wb")
+        self._file = open(folder / TOKENS, mode)
         self._starts, self.tokens, self._text_bytes = array("q", [0]), 0, 0
         self._hash = hashlib.sha256()
 
