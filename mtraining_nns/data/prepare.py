@@ -137,7 +137,9 @@ def _write(
     )
     found = tokenise(task, done)
     if done.trained_on not in ("", found.sources_sha256):
-        raise UserError("the sources changed after the tokenizer was trained on them; start again when nothing writes them")
+        raise UserError(
+            "the sources changed after the tokenizer was trained on them; start again when they are at rest"
+        )
     _check_counts(found, config)
     shared = {
         "eos_id": task.encoder.eos_id,
