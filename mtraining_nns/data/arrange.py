@@ -13,15 +13,15 @@ WAYS = ("stream", "best_fit")
 FIELDS = ("seq_len", "sequences", "remainder", "packing")
 
 
-def arranged(folder: Path, counts: dict, way: str, seq_len: int | None) -> dict:
-    """`counts` (of TokenWriter, or a manifest) with the sequences of a folder; writes the file of a packed one."""
-    kept = {key: value for key, value in counts.items() if key not in FIELDS}
-    kept["sha256"] = {name: counts["sha256"][name] for name in (store.TOKENS, store.BOUNDARIES)}
+def arranged(folder: Path, manifest: dict, way: str, seq_len: int | None) -> dict:
+    """The manifest with the sequences of a folder at its end; writes the file of a packed one."""
+    kept = {key: value for key, value in manifest.items() if key not in FIELDS}
+    kept["sha256"] = {name: manifest["sha256"][name] for name in (store.TOKENS, store.BOUNDARIES)}
     if way == "stream":
-        sequences, remainder = divmod(counts["tokens"], seq_len) if seq_len else (None, None)
+        sequences, remainder = divmod(manifest["tokens"], seq_len) if seq_len else (None, None)
         return kept | {"seq_len": seq_len, "sequences": sequences, "remainder": remainder}
     name = f"packing-{seq_len}.npy"
-    found = packing.write(folder, name, store.read_boundaries(folder, counts), seq_len)
+    found = packing.write(folder, name, store.read_boundaries(folder, manifest), seq_len)
     with open(folder / name, "rb") as file:
         kept["sha256"][name] = digest.of_stream(file)
     return kept | found
@@ -35,10 +35,10 @@ def rearrange(folder: Path, way: str, seq_len: int | None) -> bool:
     manifest = store.read_manifest(folder)
     had = manifest["packing"]["kind"] if "packing" in manifest else "stream"
     seq_len = seq_len or manifest["seq_len"]
-    if (way, seq_len) == (had, manifest["seq_len"]):
-        return False
-    manifest = store.write_manifest(folder, arranged(folder, manifest, way, seq_len))
+    changes = (way, seq_len) != (had, manifest["seq_len"])
+    if changes:
+        manifest = store.write_manifest(folder, arranged(folder, manifest, way, seq_len))
     for file in folder.glob("packing-*.npy*"):
         if file.name not in manifest["sha256"]:
             file.unlink()
-    return True
+    return changes

@@ -161,9 +161,9 @@ def _write(
 
 def _finish(folder: Path, counts: dict, shared: dict, config: PrepareConfig) -> dict:
     """Sequences, lengths and manifest of a folder whose tokens are complete."""
-    counts = arrange.arranged(folder, counts, config.pack, config.seq_len)
     rows = lengths.retention(store.read_boundaries(folder, counts))
-    return store.write_manifest(folder, counts | {"retention": rows} | shared)
+    manifest = counts | {"retention": rows} | shared
+    return store.write_manifest(folder, arrange.arranged(folder, manifest, config.pack, config.seq_len))
 
 
 def _training_texts(config: PrepareConfig, sources: Sources, text_hash) -> Iterator[str]:
