@@ -102,7 +102,7 @@ def texts_of(recipe: Recipe, config) -> dict[str, str]:
 
 def keep_tokenizer(recipe: Recipe) -> None:
     """Copy the data's tokenizer into checkpoint.dir, so that an export needs nothing else."""
-    source, target = (os.path.join(folder, TOKENIZER) for folder in (recipe.data.path, recipe.checkpoint.dir))
+    source, target = (os.path.join(folder, TOKENIZER) for folder in (recipe.data.first, recipe.checkpoint.dir))
     if os.path.isdir(source):
         shutil.copytree(source, target, dirs_exist_ok=True)
 

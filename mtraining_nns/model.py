@@ -85,7 +85,7 @@ def build_config(recipe, manifest: dict):
         length = recipe.model.init.get("max_position_embeddings", recipe.train.seq_len)
     if config.vocab_size < manifest["vocab_size"]:
         raise UserError(
-            f"the model knows {config.vocab_size} tokens, data.path={recipe.data.path} was made with"
+            f"the model knows {config.vocab_size} tokens, {recipe.data.first} was made with"
             f" {manifest['vocab_size']}; prepare the data with the model's tokenizer"
         )
     trained = recipe.model.max_position_embeddings or max(length, recipe.train.seq_len)

@@ -39,7 +39,7 @@ class Needle:
 
 def needles(recipe: Recipe) -> list[Needle]:
     """One needle for each of log.niah_depths. UserError where train.seq_len cannot hold one."""
-    tokenizer = TextTokenizer(tokenizers.load(f"{recipe.data.path}/{TOKENIZER}"))
+    tokenizer = TextTokenizer(tokenizers.load(f"{recipe.data.first}/{TOKENIZER}"))
     length = recipe.train.seq_len
     try:
         suite = Niah(NiahConfig(lengths=(length,), depths=recipe.log.niah_depths), tokenizer)

@@ -25,9 +25,13 @@ class Place(NamedTuple):
     layout: Layout
 
 
-def sample(tokens: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
-    """One sequence as the graph takes it: int64 [layout.padded_len] each, and count, its valid labels."""
-    found = {name: x[0] for name, x in collate_ring(tokens[None], layout).items()}
+def sample(tokens: torch.Tensor, layout: Layout, length: int | None = None) -> dict[str, torch.Tensor]:
+    """One sequence as the graph takes it: int64 [layout.padded_len] each, and count, its valid labels.
+
+    length: how many of the tokens are text, all by default.
+    """
+    lengths = None if length is None else [length]
+    found = {name: x[0] for name, x in collate_ring(tokens[None], layout, lengths).items()}
     return found | {"count": (found["labels"] != IGNORED_LABEL).sum()}
 
 
@@ -80,7 +84,8 @@ def _sums(trainer, place: Place) -> PositionSums:
     for first in range(0, used, dp * micro):
         batch = []
         for index in range(first + world.dp_rank * micro, first + (world.dp_rank + 1) * micro):
-            one = sample(data[min(index, used - 1)], layout)
+            tokens, length = data.padded(min(index, used - 1))
+            one = sample(tokens, layout, length)
             # a replica without a sequence of its own computes along
             batch.append(one if index < used else _ignored(one))
         with nnscaler_ops.token_losses() as kept:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states
 from mtraining_nns import nnscaler_held_out as held_out
-from mtraining_nns.data.dataset import PackedDataset, sample_ids
+from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import check_same_tokens
 from mtraining_nns.engines.step import NotFinite
@@ -49,7 +49,7 @@ class RecipeLoss(nn.Module):
     def __init__(self, recipe: str):
         super().__init__()
         resolved = Recipe.load(recipe)
-        config, path = build_config(resolved, read_manifest(resolved.data.path)), resolved.model.path
+        config, path = build_config(resolved, read_manifest(resolved.data.first)), resolved.model.path
         lm = build_model(config, seed=None if path else resolved.train.seed)
         if path:
             materialize(lm, "cpu", path, alone=True)
@@ -82,15 +82,15 @@ class Visits(torch.utils.data.Dataset):
 
     def __init__(self, recipe: str):
         self.recipe = Recipe.load(recipe)
-        self.data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
+        self.data = Mixture.of(self.recipe)
         self.layout, self.batch = layout_of(self.recipe), self.recipe.batch
 
     def __len__(self) -> int:
         return self.recipe.train.steps * self.batch
 
     def __getitem__(self, visit: int) -> dict[str, torch.Tensor]:
-        ids = sample_ids(visit // self.batch, len(self.data), self.batch, self.recipe.data.seed)
-        return sample(self.data[ids[visit % self.batch]], self.layout)
+        tokens, length = self.data[visit]
+        return sample(tokens, self.layout, length)
 
 
 def layout_of(recipe: Recipe) -> Layout:
@@ -156,6 +156,7 @@ class Progress:
 
     losses: list[float] = field(default_factory=list)
     values: dict = field(default_factory=dict)
+    data: dict | None = None  # identity; None in checkpoints of before there was one
 
 
 class RecipeHook(TrainHook):
@@ -173,7 +174,7 @@ class RecipeHook(TrainHook):
         first = len(self.progress.losses)
         self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
         self.meter = Meter(self.recipe.batch * train.seq_len)
-        config = build_config(self.recipe, read_manifest(self.recipe.data.path))
+        config = build_config(self.recipe, read_manifest(self.recipe.data.first))
         self.speed = Speed.of(Shape.of(build_model(config, seed=None)), self.recipe, self.world)
         self.profile, self.profiled = Profile(self.recipe.log.profile_every, self.world.device), None
         self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
@@ -182,15 +183,21 @@ class RecipeHook(TrainHook):
             self.texts = texts_of(self.recipe, config)
         if self.world.ring.world > 1:
             self.world.say(self.world.about)
+        for line in Mixture.of(self.recipe).plan(train.steps * self.recipe.batch):
+            self.world.say(line)
 
     def on_load_checkpoint(self, trainer, state: dict) -> None:
         """What the run had said before."""
         kept = state["mtraining"]
         self.progress = Progress(**json.loads(kept[0] if isinstance(kept, list) else kept))
+        if self.progress.data is not None:
+            states = trainer.train_args.checkpoint.save_dir
+            Mixture.of(self.recipe).check_resumed(states, self.progress.data, self.recipe.checkpoint.resume)
         _Joined.world.say(f"resumed after step {len(self.progress.losses)}")
 
     def on_save_checkpoint(self, trainer, state: dict) -> None:
         """Called before the files are written."""
+        self.progress.data = Mixture.of(self.recipe).identity
         state["mtraining"] = json.dumps(vars(self.progress))
         self.unmarked = trainer.train_status.finished_train_steps
 
@@ -216,11 +223,9 @@ class RecipeHook(TrainHook):
         """Before the update: a step that is not finite ends the run on every rank."""
         step, norm = trainer.train_status.finished_train_steps, norm.item()
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
-            data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
-            ids = sample_ids(step, len(data), self.recipe.batch, self.recipe.data.seed)
-            raise NotFinite(
-                f"step {step}: loss {self.loss}, gradient norm {norm}, samples {ids} of {self.recipe.data.path}"
-            )
+            visits = range(step * self.recipe.batch, (step + 1) * self.recipe.batch)
+            samples = Mixture.of(self.recipe).samples(visits)
+            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {samples}")
 
     def after_optimizer_step(self, trainer) -> None:
         """Memory before the trainer sets its peak back."""

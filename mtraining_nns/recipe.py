@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 
 from mtraining_nns import recipe_yaml
-from mtraining_nns.data.store import read_manifest
+from mtraining_nns.data import shares, store
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.config import AttentionConfig, shortest
 from mtraining_nns.sections import (
@@ -80,9 +80,9 @@ class Recipe:
         """
         recipe = self.shared_by(world)
         check_folders(self)
-        manifest = _manifest("data.path", self.data.path)
+        manifest = _check_data(self.data, self.train.seq_len)
         if self.data.eval_path is not None:
-            _manifest("data.eval_path", self.data.eval_path)
+            _manifest("data.eval_path", self.data.eval_path, self.train.seq_len)
         elif self.log.eval_every:
             raise UserError(f"log.eval_every={self.log.eval_every} needs data.eval_path, a prepared folder")
         return replace(
@@ -136,11 +136,40 @@ def check_folders(recipe: Recipe) -> None:
         raise UserError(f"checkpoint.resume={resume} is no folder; use auto, never or the path of a checkpoint")
 
 
-def _manifest(key: str, path: str) -> dict:
+def _check_data(data: DataConfig, seq_len: int) -> dict:
+    """Manifest of the data to train on; UserError where folders cannot be read, are one, or had other tokenizers."""
+    if data.mix is None:
+        return _manifest("data.path", data.path, seq_len)
+    seen: dict[str, str] = {}
+    for folder in data.mix:
+        same = seen.setdefault(os.path.realpath(folder), folder)
+        if same != folder:
+            raise UserError(f"data.mix: {same} and {folder} are one folder; give it once with the sum of its weights")
+    manifests = {folder: _manifest(f"data.mix.{folder}", folder, seq_len) for folder in data.mix}
+    first = manifests[data.first]
+    for folder, manifest in manifests.items():
+        for name in ("vocab_size", "eos_id", "tokenizer"):
+            one, other = (_identity(found.get(name)) for found in (first, manifest))
+            if one != other:
+                raise UserError(
+                    f"data.mix: {data.first} was prepared with {name} {one}, {folder} with {other}; prepare all"
+                    " folders with the same tokenizer"
+                )
+    shares.whole_shares(list(data.mix.values()))
+    return first
+
+
+def _identity(value):
+    return value.get("sha256") if isinstance(value, dict) else value
+
+
+def _manifest(key: str, path: str, seq_len: int) -> dict:
     try:
-        return read_manifest(path)
+        manifest = store.read_manifest(path)
+        store.sequences_of(path, manifest, seq_len)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
+    return manifest
 
 
 def _with_vocabulary(model: ModelConfig, manifest: dict) -> ModelConfig:

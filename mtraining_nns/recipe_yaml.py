@@ -50,12 +50,20 @@ def read(path: str) -> dict:
 
 
 def override(tree: dict, text: str) -> None:
-    """Apply one `section.key=value` in place; the value is YAML; `model.init.head_dim=64` works too."""
+    """Apply one `section.key=value` in place; the value is YAML; `model.init.head_dim=64` works too.
+
+    A key with dots that is there already is meant whole: `data.mix.data/v1.5/books=0.3`.
+    """
     path, equals, value = text.partition("=")
     *parents, last = path.split(".")
     if not equals or not parents or not all([*parents, last]):
         raise UserError(f"override {text!r} must look like section.key=value, for example train.steps=20")
-    for name in parents:
+    while parents:
+        whole = ".".join([*parents, last])
+        if whole in tree:
+            last = whole
+            break
+        name = parents.pop(0)
         if tree.get(name) is None:
             tree[name] = {}
         tree = tree[name]
@@ -130,6 +138,9 @@ def _as(value, hint):
         members = list(value) if isinstance(value, (list, tuple)) else _mismatch()
         kinds = [args[0]] * len(members) if args[-1] is Ellipsis else args
         return tuple(_as(member, kind) for member, kind in zip(members, kinds, strict=True))
+    if origin is dict:
+        members = value.items() if isinstance(value, dict) else _mismatch()
+        return {_as(name, args[0]): _as(member, args[1]) for name, member in members}
     if hint is float and type(value) is int:
         return float(value)
     return value if type(value) is hint else _mismatch()
@@ -153,6 +164,9 @@ def _words(hint) -> str:
         args = typing.get_args(hint)
         count = "" if args[-1] is Ellipsis else f"{len(args)} "
         return f"a list of {count}{args[0].__name__}"
+    if typing.get_origin(hint) is dict:
+        kinds = [arg.__name__ for arg in typing.get_args(hint)]
+        return f"a mapping of {kinds[0]} to {kinds[1]}"
     return {type(None): "null", dict: "a mapping"}.get(hint, hint.__name__)
 
 

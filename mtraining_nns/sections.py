@@ -45,11 +45,34 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Folders that `mtraining prepare` wrote."""
+    """Folders that `mtraining prepare` wrote: one to train on (`path`), or several by weight (`mix`)."""
 
-    path: str
+    path: str | None = None
+    mix: dict[str, float] | None = None  # folder: its part of the tokens, in any unit
     eval_path: str | None = None
     seed: int = 0  # order of the samples
+
+    def __post_init__(self):
+        _require(
+            (self.path is None) != (self.mix is None),
+            f"give exactly one of data.path and data.mix, got path={self.path!r}, mix={self.mix!r}",
+        )
+        _require(self.mix != {}, "data.mix names no folder; give e.g. {data/books: 0.7, data/code: 0.3}")
+        for folder, weight in (self.mix or {}).items():
+            _require(
+                0 < weight < float("inf"),
+                f"data.mix.{folder} must be a positive number, got {weight}; leave a folder out that is not to be read",
+            )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Every folder to train on with its weight."""
+        return {self.path: 1.0} if self.mix is None else self.mix
+
+    @property
+    def first(self) -> str:
+        """A folder to train on; all agree on the tokenizer."""
+        return next(iter(self.weights))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mtraining_nns.cli import prepare as verb
-from mtraining_nns.data import prepare as pipeline
-from mtraining_nns.data import store, tokenizer
+from mtraining_nns.data import store, tokenise, tokenizer
 from mtraining_nns.data.atomic import new_folder
 from mtraining_nns.data.dataset import PackedDataset
 from mtraining_nns.data.prepare import PrepareConfig, prepare
@@ -174,6 +173,70 @@ def test_long_texts_are_cut_without_changing_a_token(tokenizer_folder, monkeypat
         np.testing.assert_array_equal(expected, got)
 
 
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(pattern: str):
+    """The pre-tokenizer of the Llama-3 kind."""
+    pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+PRE_TOKENIZERS = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "llama-3": lambda: split_by(LLAMA_3),
+    "metaspace": lambda: pre_tokenizers.Metaspace(),
+}
+MARKS = ["don't", "It's", "é", "e\u0301x", "12345", "  ", "\n\n", "--"]
+LONG = {
+    "lines": lambda rng: "\n".join(text(seed, 50) for seed in range(60)),
+    "windows": lambda rng: "\r\n".join(f"def f{i}(x):\r\n\treturn x's or {i}\r\n  " for i in range(900)),
+    "one line": lambda rng: ",".join(f'"key{i}":{{"it\'s":{i**3}}}' for i in range(1500)),
+    "chinese": lambda rng: "。".join("".join(rng.choice(list("漢字中文書籍長"), 30)) for _ in range(600)),
+    "digits and rules": lambda rng: "".join(rng.choice(list("0123456789-= \n"), 20_000)),
+    "mixed": lambda rng: "".join(
+        rng.choice([*WORDS, "don't", "It's", "é", "e\u0301x", "12345", "  ", "\n\n", "--"], 9000)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PRE_TOKENIZERS)
+def test_long_documents_of_any_kind_keep_their_ids(kind, monkeypatch):
+    """Compared with the library's own encoding of the whole text."""
+    rng = np.random.RandomState(0)
+    texts = {name: make(rng) for name, make in LONG.items()}
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = PRE_TOKENIZERS[kind]()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[EOS, "<unk>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    trained.train_from_iterator([text[:4000] for text in texts.values()], trainer)
+    encoder = tokenizer.Encoder(PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=EOS, unk_token="<unk>"))
+    monkeypatch.setattr(tokenizer, "PIECE_CHARS", 1000)
+    for name, long in texts.items():
+        (found,) = encoder.encode([long])
+        assert found.tolist() == trained.encode(long, add_special_tokens=False).ids, name
+        pieces = list(encoder._pieces(long))
+        assert "".join(pieces) == long
+        if kind != "metaspace" and name != "digits and rules":
+            assert max(map(len, pieces)) < 3000, name
+
+
+def test_a_stretch_without_a_cut_does_not_keep_the_rest_whole(tokenizer_folder, monkeypatch):
+    encoder = tokenizer.Encoder(tokenizer.load(str(tokenizer_folder)))
+    monkeypatch.setattr(tokenizer, "PIECE_CHARS", 500)
+    long = "x" * 5000 + text(0, 2000)
+    pieces = list(encoder._pieces(long))
+    assert len(pieces[0]) < 6500 and max(map(len, pieces[1:])) < 1500
+    assert encoder.encode([long])[0].tolist() == encoder._backend.encode(long, add_special_tokens=False).ids
+
+
 def test_saved_tokenizer_loads_in_transformers_4_and_5(tokenizer_folder):
     saved = json.loads((tokenizer_folder / "tokenizer_config.json").read_text())
     assert saved["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -212,10 +275,10 @@ def test_token_type_holds_the_largest_id(vocab_size, dtype):
 
 
 def test_documents_come_back_in_order(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(tokenise, "BATCH_BYTES", 3000)
     manifest, kept = prepare(config(corpus, tmp_path, seq_len=64))
     expected = [path.read_bytes().decode() for path in sorted(corpus.rglob("*.txt")) if path.name[0].isdigit()]
-    assert not kept and documents_of(tmp_path / "out") == expected
+    assert kept == "prepared" and documents_of(tmp_path / "out") == expected
     assert manifest == store.read_manifest(tmp_path / "out")
     assert manifest["documents"] == len(expected) == 31
     assert manifest["bytes"] == sum(len(document.encode()) for document in expected)
@@ -249,7 +312,7 @@ def test_same_settings_are_kept_and_others_need_overwrite(corpus, tmp_path):
     first, _ = prepare(config(corpus, tmp_path, holdout=0.3))
     written = (tmp_path / "out" / store.TOKENS).stat().st_mtime_ns
     again, kept = prepare(config(corpus, tmp_path, holdout=0.3, seq_len=100))
-    assert kept and again["sequences"] == first["tokens"] // 100
+    assert kept == "rearranged" and again["sequences"] == first["tokens"] // 100
     assert store.read_manifest(tmp_path / "out" / "heldout")["seq_len"] == 100
     with pytest.raises(UserError, match=r"holdout=0.3 \(now 0.2\).*--overwrite"):
         prepare(config(corpus, tmp_path, holdout=0.2))
@@ -258,7 +321,7 @@ def test_same_settings_are_kept_and_others_need_overwrite(corpus, tmp_path):
         prepare(config(corpus, tmp_path, holdout=0.3))
     assert (tmp_path / "out" / store.TOKENS).stat().st_mtime_ns == written
     replaced, kept = prepare(config(corpus, tmp_path, overwrite=True))
-    assert not kept and "heldout" not in replaced and not (tmp_path / "out" / "heldout").exists()
+    assert kept == "prepared" and "heldout" not in replaced and not (tmp_path / "out" / "heldout").exists()
     assert sorted(os.listdir(tmp_path)) == ["corpus", "out"]
 
 
@@ -283,7 +346,7 @@ def test_an_error_in_the_middle_leaves_nothing(corpus, tmp_path, monkeypatch):
         with pytest.raises(RuntimeError):
             prepare(config(corpus, tmp_path))
     assert os.listdir(tmp_path) == ["corpus"]
-    assert not prepare(config(corpus, tmp_path))[1]
+    assert prepare(config(corpus, tmp_path))[1] == "prepared"
 
 
 def test_killed_run_starts_again_without_cleaning_up(corpus, tmp_path):

@@ -23,7 +23,7 @@ def recipe(tmp_path):
     """A function that loads the minimal recipe, its data prepared, with overrides."""
     data = tmp_path / "data"
     data.mkdir()
-    (data / "manifest.json").write_text(json.dumps({"format": 1, "dtype": "uint16", "vocab_size": 300}))
+    (data / "manifest.json").write_text(json.dumps({"format": 1, "dtype": "uint16", "vocab_size": 300, "tokens": 512}))
     path = tmp_path / "recipe.yaml"
     path.write_text(MINIMAL.replace("DATA", str(data)))
     return lambda *overrides: Recipe.load(str(path), overrides)
@@ -94,7 +94,8 @@ MISTAKES = [
     ("model.path=some/model", ["exactly one", "model.path"]),
     ("model.init=null", ["exactly one", "model.init"]),
     ("model.init={hidden_size: 8}", ["model_type"]),
-    ("data.path=null", ["data.path", "str"]),
+    ("data.path=null", ["data.path", "data.mix"]),
+    ("data.mix={a: 1}", ["exactly one", "data.path", "data.mix"]),
     ("steps=4", ["section.key=value"]),
     ("train.steps", ["section.key=value"]),
     ("train.steps.more=1", ["steps", "no section"]),
@@ -110,6 +111,22 @@ def test_a_mistake_is_one_line(recipe, override, words):
     assert "\n" not in line and all(word in line for word in words), line
 
 
+@pytest.mark.parametrize(
+    "mix, words",
+    [
+        ("{}", ["data.mix", "no folder"]),
+        ("{a: 0}", ["data.mix.a", "positive", "0"]),
+        ("{a: .inf}", ["data.mix.a", "positive", "inf"]),
+        ("{a: lots}", ["data.mix", "a mapping of str to float", "lots"]),
+        ("[a, b]", ["data.mix", "a mapping of str to float"]),
+    ],
+)
+def test_a_mix_is_folders_with_weights(recipe, mix, words):
+    with pytest.raises(UserError) as caught:
+        recipe("data.path=null", f"data.mix={mix}")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
 # overrides, processes, words
 LAUNCHES = [
     (["parallel.inner=3"], 4, ["parallel.inner=3", "parallel.cp=4"]),
@@ -122,6 +139,8 @@ LAUNCHES = [
     (["train.seq_len=257", "attention.layout=contiguous"], 4, ["contiguous", "got 257"]),
     (["data.path=nowhere"], 1, ["data.path", "nowhere", "mtraining prepare"]),
     (["data.eval_path=nowhere"], 1, ["data.eval_path", "nowhere", "mtraining prepare"]),
+    (["data.path=null", "data.mix.nowhere=1"], 1, ["data.mix.nowhere", "mtraining prepare"]),
+    (["train.seq_len=1024"], 1, ["data.path", "512 tokens", "1024"]),
     (["log.eval_every=5"], 1, ["log.eval_every=5", "data.eval_path"]),
     (["checkpoint.resume=nowhere"], 1, ["checkpoint.resume=nowhere"]),
     (["model.init=null", "model.path=./nowhere"], 1, ["model.path=./nowhere", "hf download"]),
@@ -138,13 +157,54 @@ def test_a_launch_that_does_not_fit_is_one_line(recipe, overrides, world, words)
     assert "\n" not in line and all(word in line for word in words), line
 
 
+def test_a_mix_is_overridden_folder_by_folder(recipe):
+    """Also a folder whose name has dots, once the recipe has it."""
+    mixed = [
+        "data.path=null",
+        "data.mix={data/v1.5/books: 1, code: 2}",
+        "data.mix.data/v1.5/books=0.5",
+        "data.mix.code=3",
+    ]
+    loaded = recipe(*mixed, "data.mix.web=1")
+    assert loaded.data.weights == {"data/v1.5/books": 0.5, "code": 3.0, "web": 1.0}
+    assert recipe().data.weights == {recipe().data.path: 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"vocab_size": 400}, ["vocab_size 300", "400"]),
+        ({"eos_id": 2}, ["eos_id 0", "2"]),
+        ({"tokenizer": {"sha256": "f00"}}, ["tokenizer c0de", "f00"]),
+        ({"tokens": 100}, ["data.mix.", "100 tokens", "256"]),
+        ({"packing": {}, "seq_len": 512}, ["packed for sequences of 512", "--seq-len 256"]),
+    ],
+)
+def test_folders_of_a_mix_fit_together(tmp_path, recipe, changes, words):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    made = {"format": 1, "dtype": "uint16", "vocab_size": 300, "tokens": 512, "eos_id": 0}
+    for folder, manifest in zip(folders, (made, made | changes)):
+        folder.mkdir()
+        manifest = {"tokenizer": {"sha256": "c0de", "source": str(folder)}} | manifest
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    recipe("data.path=null", f"data.mix={{{folders[0]}: 1}}").resolve(1)
+    with pytest.raises(UserError) as caught:
+        recipe("data.path=null", f"data.mix={{{folders[0]}: 1, {folders[1]}: 1}}").resolve(1)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_one_folder_is_not_mixed_with_itself(tmp_path, recipe):
+    with pytest.raises(UserError, match="one folder"):
+        recipe("data.path=null", f"data.mix={{{tmp_path}/data: 1, {tmp_path}/./data: 1}}").resolve(1)
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
         ("train: [", ["not valid YAML"]),
         ("- a\n- b\n", ["must hold sections", "list"]),
         ("train: {steps: 1, steps: 2}", ["given twice", "steps"]),
-        ("model: {path: x}", ["lacks data.path", "str"]),
+        ("model: {path: x}", ["data.path", "data.mix"]),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path, text, words):

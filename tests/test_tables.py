@@ -114,7 +114,7 @@ def test_every_kind_gives_the_tokens_of_text(tmp_path, tokenizer_folder, kind, o
     same = ("sources_sha256", "tokens", "documents", "bytes", "settings")
     assert {key: got[key] for key in same} == {key: expected[key] for key in same}
     assert got["documents"] and got["skipped"]["reasons"] == expected["skipped"]["reasons"]
-    assert prepare(again)[1], "the same sources are kept"
+    assert prepare(again)[1] == "kept", "the same sources are kept"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "dataset"])
@@ -236,7 +236,7 @@ def test_packed_ids_become_the_tokens_of_their_texts(tmp_path, tokenizer_folder,
         "names": [],
         "names_omitted": 0,
     }
-    assert prepare(settings)[1]
+    assert prepare(settings)[1] == "kept"
     with pytest.raises(UserError, match="source_tokenizer="):
         prepare(config(source, tmp_path / "out", tokenizer_folder, source_tokenizer=str(tokenizer_folder)))
 

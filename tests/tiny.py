@@ -7,7 +7,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mtraining_nns.data import store
+from mtraining_nns.data import packing, store
 from mtraining_nns.eval import niah
 from mtraining_nns.recipe import Recipe
 
@@ -35,6 +35,14 @@ def prepare(folder: Path, tokens: int, seed: int = 0) -> Path:
         length = min(700, tokens - start)
         writer.append(np.append(rng.randint(1, VOCABULARY, length - 1), 0), text_bytes=length)
     store.write_manifest(folder, {**writer.close(), "eos_id": 0, "vocab_size": VOCABULARY})
+    return folder
+
+
+def pack(folder: Path, seq_len: int) -> Path:
+    """The same folder, packed as `mtraining prepare --pack best_fit` would do it."""
+    manifest = store.read_manifest(folder)
+    boundaries = store.read_boundaries(folder, manifest)
+    store.write_manifest(folder, manifest | packing.write(folder, f"packing-{seq_len}.npy", boundaries, seq_len))
     return folder
 
 

@@ -1,7 +1,7 @@
 """A folder that appears complete or not at all: it is written under another name and renamed.
 
     .NAME.partial-3f2a...   written here, locked by its run          -- rename -->   NAME
-    .NAME.partial-77c0...   no lock: a killed run left it, removed by the next run
+    .NAME.partial-77c0...   no lock: a killed run left it; the next run removes it, or goes on in it (`work_folder`)
 
 Needs a local or network file system with flock; the folder and its sibling are on the same one.
 """
@@ -11,11 +11,13 @@ import glob
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mtraining_nns.errors import UserError
+
+RESULT = "data"  # in a work folder: what becomes NAME
 
 
 @contextmanager
@@ -24,16 +26,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     A run holds a lock on its sibling. What a killed run left has no lock any more and is removed by the next run.
     """
-    partial = _sibling(out)
+    partial, lock = _take(out, lambda _: False)
     try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {out.parent} ({error.strerror}); choose another --out") from error
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for sibling in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
-            _remove_unless_locked(sibling)
         yield partial
         _put_in_place(partial, out)
     finally:
@@ -41,22 +35,74 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sibling(out: Path) -> Path:
-    return out.parent / f".{out.name}.partial-{uuid.uuid4().hex}"
+@contextmanager
+def work_folder(out: Path, resumable: Callable[[Path], bool]) -> Iterator[Path]:
+    """A temporary sibling of `out` whose RESULT takes its place when the block ends without an error.
+
+    It is one that a killed run left, where `resumable(sibling)` says so; all others without a lock are removed. After
+    an error other than the user's a resumable one stays for the next run.
+    """
+    work, lock = _take(out, resumable)
+    stays = False
+    try:
+        yield work
+        _put_in_place(work / RESULT, out)
+    except UserError:
+        raise
+    except BaseException:
+        stays = resumable(work)
+        raise
+    finally:
+        os.close(lock)
+        if not stays:
+            shutil.rmtree(work, ignore_errors=True)
 
 
-def _remove_unless_locked(folder: Path) -> None:
+def _take(out: Path, resumable: Callable[[Path], bool]) -> tuple[Path, int]:
+    """A sibling of `out` and the lock on it: the first resumable one, or a new one."""
+    found = None
+    for sibling in sorted(out.parent.glob(f".{glob.escape(out.name)}.partial-*")):
+        lock = _lock(sibling)
+        if lock is None:
+            continue
+        if found is None and resumable(sibling):
+            found = sibling, lock
+        else:
+            shutil.rmtree(sibling, ignore_errors=True)
+            os.close(lock)
+    return found or _new(out)
+
+
+def _new(out: Path) -> tuple[Path, int]:
+    partial = _sibling(out)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {out.parent} ({error.strerror}); choose another --out") from error
+    lock = os.open(partial, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return partial, lock
+
+
+def _lock(folder: Path) -> int | None:
+    """A lock on a folder that no run holds, None for one that is being written or is gone."""
     try:
         lock = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
-        return  # another run was faster
+        return None  # another run was faster
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
-        pass  # another run is writing it
-    finally:
         os.close(lock)
+        return None
+    if folder.exists():  # not removed by the run that held the lock just now
+        return lock
+    os.close(lock)
+    return None
+
+
+def _sibling(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial-{uuid.uuid4().hex}"
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

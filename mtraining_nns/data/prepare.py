@@ -1,29 +1,27 @@
-"""Text to a prepared folder: tokenise the documents of some sources and pack them into one stream.
+"""Text to a prepared folder: tokenise the documents of some sources and make sequences of them.
 
     SOURCE...  ->  documents  ->  ids + EOS  ->  DIR/tokens.bin, boundaries.npy, manifest.json, tokenizer/
                        └ --holdout: whole documents, by a hash of their content  ->  DIR/heldout/
 
-Equal documents are always on the same side of the hold-out. Memory holds one batch of documents, not the corpus.
+Equal documents are always on the same side of the hold-out. Memory holds a few batches of documents, not the corpus.
 Tokenising happens once, here: for a corpus that changes while training runs, this is the wrong tool.
 """
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mtraining_nns.data import store, tokenizer
-from mtraining_nns.data.atomic import new_folder
+from mtraining_nns.data import arrange, journal, lengths, store, tokenizer
+from mtraining_nns.data.atomic import RESULT, work_folder
 from mtraining_nns.data.records import SkipLog
 from mtraining_nns.data.source_ids import SourceTokenizer
 from mtraining_nns.data.sources import Document, Sources
+from mtraining_nns.data.tokenise import Task, Tokenised, progress_bar, tokenise
 from mtraining_nns.errors import UserError
-
-BATCH_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +33,13 @@ class PrepareConfig:
     tokenizer: str | None = None
     train_bpe: int | None = None
     seq_len: int | None = None
+    pack: str = "stream"
     holdout: float = 0.0
     glob: str = "*"
     max_bytes: int | None = None
     text_key: str = "text"
     source_tokenizer: str | None = None
+    plot: str | None = None
     overwrite: bool = False
 
     def __post_init__(self):
@@ -53,6 +53,12 @@ class PrepareConfig:
             raise UserError(f"--seq-len {self.seq_len} is too short; a sequence needs at least 2 tokens")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise UserError(f"--max-bytes {self.max_bytes} leaves no text; give at least 1")
+        if self.pack not in arrange.WAYS:
+            raise UserError(f"--pack {self.pack} is not known; use {' or '.join(arrange.WAYS)}")
+        if self.pack != "stream" and self.seq_len is None:
+            raise UserError(f"--pack {self.pack} fills sequences of one length; give --seq-len")
+        if self.plot is not None:
+            lengths.check_plot(self.plot)
         _check_apart(self.sources, self.out)
 
     def holds_out(self, document: Document) -> bool:
@@ -60,8 +66,10 @@ class PrepareConfig:
         return int.from_bytes(document.digest[:8], "little") < self.holdout * 2**64
 
 
-def prepare(config: PrepareConfig) -> tuple[dict, bool]:
-    """Manifest of the prepared folder, and whether it was there already with the same settings and sources."""
+def prepare(config: PrepareConfig) -> tuple[dict, str]:
+    """Manifest of the prepared folder, and what was done: `prepared`, or with a folder of the same settings and sources
+    `kept` or, where only its sequences are others now, `rearranged`.
+    """
     out = Path(config.out).resolve()
     _check_replaceable(out)
     chosen = tokenizer.load(config.tokenizer) if config.tokenizer else None
@@ -76,11 +84,16 @@ def prepare(config: PrepareConfig) -> tuple[dict, bool]:
     settings = _settings(config, chosen, source_tokenizer)
     if (out / store.MANIFEST).exists() and not config.overwrite:
         _check_same(out, settings, sources)
-        return _recount(out, config.seq_len), True
-    with new_folder(out) as folder:
-        if chosen is None:
-            chosen = tokenizer.train_bpe(_training_texts(config, sources), config.train_bpe)
-        return _write(folder, config, settings, sources, chosen), False
+        did = _rearrange(out, config)
+    else:
+        identity = {"format": store.FORMAT, "settings": settings, "sources": list(config.sources)}
+        with work_folder(out, lambda work: journal.read(work, identity) is not None) as work:
+            _write(work, identity, config, sources, chosen)
+        did = "prepared"
+    manifest = store.read_manifest(out)
+    if config.plot is not None:
+        lengths.plot(store.read_boundaries(out, manifest), config.plot)
+    return manifest, did
 
 
 def _settings(
@@ -99,93 +112,74 @@ def _settings(
 
 
 def _write(
-    folder: Path, config: PrepareConfig, settings: dict, sources: Sources, chosen: PreTrainedTokenizerBase
-) -> dict:
-    """Fill the temporary folder and return its manifest."""
-    encoder, log, changed, text_hash = tokenizer.Encoder(chosen), SkipLog(), SkipLog(), hashlib.sha256()
-    writers = {"train": store.TokenWriter(folder, encoder.dtype)}
-    if config.holdout:
-        writers["heldout"] = store.TokenWriter(folder / store.HELDOUT, encoder.dtype)
-    documents = _hashed(sources.documents(log, changed), text_hash)
-    with _progress_bar("tokenise", sources) as bar:
-        for document, ids in _encoded(documents, encoder, log):
-            part = "heldout" if config.holds_out(document) else "train"
-            writers[part].append(ids, text_bytes=document.size_bytes)
-            bar.update(document.size_bytes)
-    counts = {part: writer.close() | _sequences(writer.tokens, config.seq_len) for part, writer in writers.items()}
-    _check_counts(counts, config, log)
+    work: Path, identity: dict, config: PrepareConfig, sources: Sources, chosen: PreTrainedTokenizerBase | None
+) -> None:
+    """Fill the work folder, from where a killed run left it."""
+    folder, done = work / RESULT, journal.read(work, identity)
+    if done is None:
+        folder.mkdir()
+        text_hash = hashlib.sha256()
+        trained = chosen or tokenizer.train_bpe(_training_texts(config, sources, text_hash), config.train_bpe)
+        tokenizer.save(trained, folder / "tokenizer")
+        done = journal.Done(trained_on="" if chosen else text_hash.hexdigest())
+        journal.write(work, identity, done)
+    for left in folder.rglob("packing-*"):  # by a run that was killed when all was tokenised
+        left.unlink()
+    if chosen is None:
+        chosen = tokenizer.load(str(folder / "tokenizer"))
+    task = Task(
+        work=work,
+        identity=identity,
+        sources=sources,
+        encoder=tokenizer.Encoder(chosen),
+        parts=("train", store.HELDOUT) if config.holdout else ("train",),
+        part_of=lambda document: store.HELDOUT if config.holds_out(document) else "train",
+    )
+    found = tokenise(task, done)
+    if done.trained_on not in ("", found.sources_sha256):
+        raise UserError(
+            "the sources changed after the tokenizer was trained on them; start again when they are at rest"
+        )
+    _check_counts(found, config)
     shared = {
-        "eos_id": encoder.eos_id,
-        "vocab_size": encoder.vocab_size,
+        "eos_id": task.encoder.eos_id,
+        "vocab_size": task.encoder.vocab_size,
         "tokenizer": {"source": config.tokenizer or "trained here", "sha256": tokenizer.fingerprint(chosen)},
-        "settings": settings,
+        "settings": identity["settings"],
         "sources": list(config.sources),
-        "sources_sha256": text_hash.hexdigest(),
-        "skipped": log.to_manifest(),
+        "sources_sha256": found.sources_sha256,
+        "skipped": found.skipped.to_manifest(),
     }
     if config.source_tokenizer:
-        shared["changed"] = {"source_tokenizer": config.source_tokenizer} | changed.to_manifest()
-    if "heldout" in counts:
-        tokenizer.save(chosen, folder / store.HELDOUT / "tokenizer")
-        store.write_manifest(folder / store.HELDOUT, counts["heldout"] | shared)
-        shared["heldout"] = {key: counts["heldout"][key] for key in ("documents", "tokens")}
-    tokenizer.save(chosen, folder / "tokenizer")
-    return store.write_manifest(folder, counts["train"] | shared)
+        shared["changed"] = {"source_tokenizer": config.source_tokenizer} | found.changed.to_manifest()
+    if config.holdout:
+        shutil.copytree(folder / "tokenizer", folder / store.HELDOUT / "tokenizer", dirs_exist_ok=True)
+        held_out = _finish(folder / store.HELDOUT, found.counts[store.HELDOUT], shared, config)
+        shared["heldout"] = {key: held_out[key] for key in ("documents", "tokens")}
+    _finish(folder, found.counts["train"], shared, config)
 
 
-def _encoded(
-    documents: Iterable[Document], encoder: tokenizer.Encoder, log: SkipLog
-) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document with its ids and EOS; documents that cannot be encoded are logged."""
-    for batch in _batches(documents):
-        for document, ids in zip(batch, encoder.encode([document.text for document in batch])):
-            if not len(ids):
-                log(document.name, "gives no tokens")
-            elif encoder.has_control_token(ids):
-                log(document.name, "the tokenizer reads some of its text as a control token")
-            else:
-                yield document, np.append(ids, ids.dtype.type(encoder.eos_id))
+def _finish(folder: Path, counts: dict, shared: dict, config: PrepareConfig) -> dict:
+    """Sequences, lengths and manifest of a folder whose tokens are complete."""
+    rows = lengths.retention(store.read_boundaries(folder, counts))
+    manifest = counts | {"retention": rows} | shared
+    return store.write_manifest(folder, arrange.arranged(folder, manifest, config.pack, config.seq_len))
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, size_bytes = [], 0
-    for document in documents:
-        batch.append(document)
-        size_bytes += document.size_bytes
-        if size_bytes >= BATCH_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _hashed(documents: Iterable[Document], text_hash) -> Iterator[Document]:
-    for document in documents:
-        text_hash.update(document.digest)
-        yield document
-
-
-def _training_texts(config: PrepareConfig, sources: Sources) -> Iterator[str]:
-    with _progress_bar("train tokenizer", sources) as bar:
+def _training_texts(config: PrepareConfig, sources: Sources, text_hash) -> Iterator[str]:
+    with progress_bar("train tokenizer", sources.total_bytes) as bar:
         for document in sources.documents(SkipLog()):
+            text_hash.update(document.digest)
             if not config.holds_out(document):
                 yield document.text
             bar.update(document.size_bytes)
 
 
-def _progress_bar(label: str, sources: Sources) -> tqdm:
-    return tqdm(total=sources.total_bytes, desc=label, unit="B", unit_scale=True, mininterval=1)
-
-
-def _sequences(tokens: int, seq_len: int | None) -> dict:
-    sequences, remainder = divmod(tokens, seq_len) if seq_len else (None, None)
-    return {"seq_len": seq_len, "sequences": sequences, "remainder": remainder}
-
-
-def _check_counts(counts: dict[str, dict], config: PrepareConfig, log: SkipLog) -> None:
+def _check_counts(tokenised: Tokenised, config: PrepareConfig) -> None:
+    counts = tokenised.counts
     found = sum(part["documents"] for part in counts.values())
     if not found:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in log.reasons.items()) or "nothing"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in tokenised.skipped.reasons.items()) or "nothing"
         raise UserError(f"no document in {' '.join(config.sources)} for --glob {config.glob!r}; left out: {reasons}")
     for part, held in counts.items():
         if not held["documents"]:
@@ -213,16 +207,11 @@ def _check_same(out: Path, settings: dict, sources: Sources) -> None:
         raise UserError(f"{out} was prepared with {', '.join(changed)}; add --overwrite or choose another --out")
 
 
-def _recount(out: Path, seq_len: int | None) -> dict:
-    """Manifest of a folder that is kept; its tokens serve every length, so another one changes the manifest only."""
-    manifest = store.read_manifest(out)
-    _check_length(manifest["tokens"], seq_len)
-    if seq_len in (None, manifest["seq_len"]):
-        return manifest
-    for folder in _folders(out):
-        part = store.read_manifest(folder)
-        store.write_manifest(folder, part | _sequences(part["tokens"], seq_len))
-    return store.read_manifest(out)
+def _rearrange(out: Path, config: PrepareConfig) -> str:
+    """Give a folder that is kept the sequences that are asked for."""
+    _check_length(store.read_manifest(out)["tokens"], config.seq_len)
+    changed = [arrange.rearrange(folder, config.pack, config.seq_len) for folder in _folders(out)]
+    return "rearranged" if any(changed) else "kept"
 
 
 def _folders(out: Path) -> list[Path]:
@@ -231,8 +220,8 @@ def _folders(out: Path) -> list[Path]:
 
 def _text_hash(sources: Sources) -> str:
     text_hash = hashlib.sha256()
-    for _ in _hashed(sources.documents(SkipLog()), text_hash):
-        pass
+    for document in sources.documents(SkipLog()):
+        text_hash.update(document.digest)
     return text_hash.hexdigest()
 
 

@@ -29,6 +29,19 @@ class SkipLog:
         if len(self.names) < NAMED_SKIPS:
             self.names.append({"name": name, "reason": reason})
 
+    def add(self, other: "SkipLog") -> None:
+        """Append what another one has counted and named."""
+        self.reasons += other.reasons
+        self.names += other.names[: NAMED_SKIPS - len(self.names)]
+
+    @classmethod
+    def restored(cls, manifest: dict) -> "SkipLog":
+        """The log that `to_manifest` was called on; {} gives an empty one."""
+        log = cls()
+        log.reasons.update(manifest.get("reasons", {}))
+        log.names += manifest.get("names", [])
+        return log
+
     def to_manifest(self) -> dict:
         """Counts of all, names of the first NAMED_SKIPS."""
         count = self.reasons.total()

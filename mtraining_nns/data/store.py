@@ -3,16 +3,18 @@
     DIR/tokens.bin      little-endian uint16 or uint32, documents one after another, each ended by EOS
     DIR/boundaries.npy  int64, where each document starts; the last entry is the number of tokens
     DIR/manifest.json   what is in it and how it was made; written last
+    DIR/packing-S.npy   int64 [3, pieces]: sequence of S tokens, first token and end of each piece; with --pack only
     DIR/tokenizer/      loads with AutoTokenizer.from_pretrained
     DIR/heldout/        the same again for documents that training never sees, when some were held out
 
-Not a shuffled or indexed format: sequences are cut from the stream by their position.
+Tokens and boundaries are the same however sequences are made of them: cut from the stream by their position, or packed.
 """
 
 import hashlib
 import json
 import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ MANIFEST = "manifest.json"
 TOKENS = "tokens.bin"
 BOUNDARIES = "boundaries.npy"
 HELDOUT = "heldout"
+PART_DOCUMENTS = 1 << 20
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -35,10 +38,10 @@ def dtype_name(vocab_size: int) -> str:
 class TokenWriter:
     """Appends documents to the token file of a folder; `close` writes the boundaries and returns the counts."""
 
-    def __init__(self, folder: Path, dtype: str):
+    def __init__(self, folder: Path, dtype: str, mode: str = "wb"):
         folder.mkdir(exist_ok=True)
         self.folder, self._dtype = folder, dtype
-        self._file = open(folder / TOKENS, "wb")
+        self._file = open(folder / TOKENS, mode)
         self._starts, self.tokens, self._text_bytes = array("q", [0]), 0, 0
         self._hash = hashlib.sha256()
 
@@ -93,6 +96,38 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
+def sequences_of(folder: str | Path, manifest: dict, seq_len: int) -> tuple[int, int]:
+    """(sequences of seq_len tokens, tokens that remain); UserError for none, and where packed for another length."""
+    if "packing" in manifest:
+        if seq_len != manifest["seq_len"]:
+            raise UserError(
+                f"{folder} is packed for sequences of {manifest['seq_len']} tokens, got seq_len={seq_len}; run its"
+                f" `mtraining prepare --pack best_fit` again with --seq-len {seq_len}, which tokenises nothing anew"
+            )
+        return manifest["sequences"], manifest["remainder"]
+    sequences, remainder = divmod(manifest["tokens"], seq_len)
+    if not sequences:
+        raise UserError(
+            f"{folder} holds {manifest['tokens']} tokens, less than one sequence of seq_len={seq_len};"
+            " prepare more text or lower the length"
+        )
+    return sequences, remainder
+
+
+def open_packing(folder: Path, manifest: dict) -> np.ndarray | None:
+    """Read-only memory map of the pieces, None for a stream; UserError when they do not fit the manifest."""
+    if "packing" not in manifest:
+        return None
+    path, count = folder / manifest["packing"]["file"], manifest["packing"]["pieces"]
+    pieces = _load(path)
+    if pieces.shape != (3, count) or pieces[0, -1] != manifest["sequences"] - 1:
+        raise UserError(
+            f"{path} does not fit its manifest of {count} pieces in {manifest['sequences']} sequences; prepare the"
+            " folder again with --overwrite"
+        )
+    return pieces
+
+
 def open_tokens(folder: Path, manifest: dict) -> np.ndarray:
     """Read-only memory map of the token file; UserError when its size is not the manifest's."""
     path, dtype = folder / TOKENS, DTYPES[manifest["dtype"]]
@@ -107,16 +142,26 @@ def open_tokens(folder: Path, manifest: dict) -> np.ndarray:
 
 
 def read_boundaries(folder: Path, manifest: dict) -> np.ndarray:
-    """Document starts, int64 [documents + 1]; UserError when they do not fit the manifest."""
+    """Document starts, int64 [documents + 1], mapped from disk; UserError when they do not fit the manifest."""
     path = folder / BOUNDARIES
-    try:
-        boundaries = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} cannot be read ({error}); prepare the folder again with --overwrite") from error
-    fits = len(boundaries) == manifest["documents"] + 1 and boundaries[0] == 0 and boundaries[-1] == manifest["tokens"]
-    if not fits or (np.diff(boundaries) <= 0).any():
+    starts = _load(path)
+    fits = starts.shape == (manifest["documents"] + 1,) and starts[0] == 0 and starts[-1] == manifest["tokens"]
+    if not fits or any((np.diff(part) <= 0).any() for part in overlapping(starts)):
         raise UserError(
             f"{path} does not fit its manifest of {manifest['documents']} documents and {manifest['tokens']} tokens;"
             " prepare the folder again with --overwrite"
         )
-    return boundaries
+    return starts
+
+
+def overlapping(starts: np.ndarray) -> Iterator[np.ndarray]:
+    """The boundaries of a folder in parts that share an end, so that no copy of all of them is made."""
+    for first in range(0, len(starts) - 1, PART_DOCUMENTS):
+        yield starts[first : first + PART_DOCUMENTS + 1]
+
+
+def _load(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}); prepare the folder again with --overwrite") from error

@@ -25,7 +25,10 @@ BATCH_CHARS = 1 << 22
 PIECE_CHARS = 1 << 17
 # Some models (Qwen2.5: <|fim_prefix|>) ship control tokens that are not marked special; their form gives them away.
 CONTROL_FORM = re.compile(r"<[|｜].*[|｜]>")
-LINE_END = re.compile(r"(?<=\w)\n")
+# After a letter, before what is no part of its word: pre-tokenizers of the GPT-2 and Llama-3 kind start anew there.
+WORD_END = re.compile(r"(?<=[^\W\d_])(?=[^\w'’])")
+CUTS_TRIED = 16
+CUT_CONTEXT = 256  # characters on either side of a cut that must encode the same with and without it
 LONGEST_RUN = 1000  # characters without a break that a tokenizer learns from as one
 LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}")
 
@@ -124,19 +127,20 @@ class Encoder:
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Cut a long text where it changes no token: encodings are about a hundred times the size of their text."""
-        start = 0
-        while len(text) - start > PIECE_CHARS:
-            cut = self._harmless_cut(text, start + PIECE_CHARS)
-            if cut is None:
-                break
-            yield text[start:cut]
-            start = cut
+        start, at_least = 0, PIECE_CHARS
+        while len(text) > at_least:
+            cut = self._harmless_cut(text, at_least)
+            if cut is not None:
+                yield text[start:cut]
+                start = cut
+            # a stretch without a cut, as of encoded binaries, stays whole
+            at_least = max(cut or 0, at_least) + PIECE_CHARS
         yield text[start:]
 
     def _harmless_cut(self, text: str, at_least: int) -> int | None:
-        for match in islice(LINE_END.finditer(text, at_least), 16):
+        for match in islice(WORD_END.finditer(text, at_least, at_least + PIECE_CHARS), CUTS_TRIED):
             cut = match.start()
-            left, right = text[cut - 256 : cut], text[cut : cut + 256]
+            left, right = text[cut - CUT_CONTEXT : cut], text[cut : cut + CUT_CONTEXT]
             if self._ids(left) + self._ids(right) == self._ids(left + right):
                 return cut
         return None

@@ -9,39 +9,40 @@ Stateless: a step's batches follow from its number. Reading is a slice of a memo
 import torch
 
 from mtraining_nns.data.collator import collate
-from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.guard import batch_fingerprint
+from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.engines.world import World
 from mtraining_nns.ops.layout import Layout
 
 
 class Feed:
-    """Batches of one rank from a prepared folder; `guard_steps` first calls compare what the ranks of a ring read."""
+    """Batches of one rank from prepared folders; `guard_steps` first calls compare what the ranks of a ring read."""
 
     def __init__(self, recipe, world: World, layout: Layout):
-        self.dataset = PackedDataset(recipe.data.path, recipe.train.seq_len)
-        self.seed, self.train, self.dp, self.batch = recipe.data.seed, recipe.train, recipe.parallel.dp, recipe.batch
+        self.data, self.train, self.dp, self.batch = Mixture.of(recipe), recipe.train, recipe.parallel.dp, recipe.batch
         self.world, self.layout = world, layout
         self.guarded = recipe.parallel.data_guard_steps if world.ring.world > 1 else 0
 
-    def ids(self, step: int) -> list[int]:
-        """Samples of a step, over all ranks."""
-        return sample_ids(step, len(self.dataset), self.batch, self.seed)
+    def samples(self, step: int) -> str:
+        """Words for the samples of a step, over all ranks."""
+        return self.data.samples(range(step * self.batch, (step + 1) * self.batch))
 
     def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """This rank's micro-batches of a step, on its device."""
-        micro, ids = self.train.micro_batch, self.ids(step)
-        starts = [(turn * self.dp + self.world.dp_rank) * micro for turn in range(self.train.accumulation)]
-        tokens = [torch.stack([self.dataset[i] for i in ids[start : start + micro]]) for start in starts]
+        micro, turns = self.train.micro_batch, range(self.train.accumulation)
+        starts = [step * self.batch + (turn * self.dp + self.world.dp_rank) * micro for turn in turns]
+        read = [[self.data[visit] for visit in range(start, start + micro)] for start in starts]
+        tokens = [torch.stack([sequence for sequence, _ in sequences]) for sequences in read]
         if self.guarded > 0:
             self.guarded -= 1
             check_same_tokens(torch.cat(tokens), self.world, step)
-        return [place(t, self.layout, self.world) for t in tokens]
+        lengths = [[length for _, length in sequences] for sequences in read]
+        return [place(t, self.layout, self.world, lengths=n) for t, n in zip(tokens, lengths)]
 
 
-def place(tokens: torch.Tensor, layout: Layout, world: World) -> dict[str, torch.Tensor]:
-    """This rank's part of whole sequences [B, S], on its device."""
-    return {key: x.to(world.device) for key, x in collate(tokens, layout, world.ring.rank).items()}
+def place(tokens: torch.Tensor, layout: Layout, world: World, *, lengths=None) -> dict[str, torch.Tensor]:
+    """This rank's part of whole sequences [B, S], on its device; lengths: as for `collate`."""
+    return {key: x.to(world.device) for key, x in collate(tokens, layout, world.ring.rank, lengths).items()}
 
 
 def check_same_tokens(tokens: torch.Tensor, world: World, step: int) -> None:
@@ -52,5 +53,5 @@ def check_same_tokens(tokens: torch.Tensor, world: World, step: int) -> None:
     if odd:
         raise RuntimeError(
             f"step {step}: ranks {odd} read other tokens than rank {world.ring.ranks[0]} of the same ring;"
-            " data.path must hold the same files on every machine"
+            " the folders of data must hold the same files on every machine"
         )

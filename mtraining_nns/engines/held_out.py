@@ -93,7 +93,8 @@ def check_held_out(recipe, trained: dict) -> None:
     held_out = PackedDataset(recipe.data.eval_path, recipe.train.seq_len).manifest
     if held_out["vocab_size"] != trained["vocab_size"]:
         raise UserError(
-            f"data.eval_path has a vocabulary of {held_out['vocab_size']}, data.path of {trained['vocab_size']};"
+            f"data.eval_path has a vocabulary of {held_out['vocab_size']}, the data to train on of"
+            f" {trained['vocab_size']};"
             " prepare both with the same tokenizer"
         )
 
@@ -112,7 +113,8 @@ def _sums(model, dataset: PackedDataset, recipe, world: World) -> PositionSums:
     with hf.sequence(model.lm, seq_len=recipe.train.seq_len):
         for first in range(0, used, dp):
             index = first + world.dp_rank
-            batch = place(dataset[min(index, used - 1)].unsqueeze(0), layout, world)
+            tokens, length = dataset.padded(min(index, used - 1))
+            batch = place(tokens.unsqueeze(0), layout, world, lengths=[length])
             if index >= used:  # a ring without a sample of its own still takes part in gathering the weights
                 batch["labels"].fill_(IGNORE)
             sums.add(model(**batch, by_token=True), batch["labels"], batch["position_ids"])

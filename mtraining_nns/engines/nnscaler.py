@@ -14,6 +14,7 @@ from nnscaler.cli.trainer import Trainer
 
 from mtraining_nns import nnscaler_parts as parts
 from mtraining_nns import nnscaler_states
+from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.held_out import check_held_out
 from mtraining_nns.environment import Process
@@ -28,7 +29,7 @@ def train(recipe: Recipe) -> dict:
     """Train a resolved recipe to its last step, export it, and return the summary (also in checkpoint.dir)."""
     process, (_, states) = Process.launched() or Process(), folders(recipe)
     if recipe.data.eval_path is not None:
-        check_held_out(recipe, read_manifest(recipe.data.path))
+        check_held_out(recipe, read_manifest(recipe.data.first))
     resume = _resume(recipe, states)
     path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
     trainer = Trainer(train_args=trainer_args(recipe, path, resume=resume))
@@ -41,6 +42,7 @@ def train(recipe: Recipe) -> dict:
         raise
     progress, meter = _hook(trainer).progress, _hook(trainer).meter
     found = summary(progress.losses, progress.values, world=process.world, tokens_per_step=meter.tokens_per_step)
+    found["data"] = Mixture.of(recipe).visited(len(progress.losses) * recipe.batch)
     parts.leave()
     dist.barrier()
     if process.rank == 0:

@@ -69,7 +69,7 @@ class Run:
         """Data, sharded model and optimizer, from the checkpoint that `checkpoint.resume` means if there is one."""
         feed = Feed(recipe, world, layout_of(recipe, world.ring))
         if recipe.data.eval_path is not None:
-            check_held_out(recipe, feed.dataset.manifest)
+            check_held_out(recipe, feed.data.manifest)
         hidden = needles(recipe) if recipe.log.niah_every else []
         found = checkpoint.find(recipe.checkpoint.dir, recipe.checkpoint.resume)
         try:
@@ -85,6 +85,8 @@ class Run:
         if world.ring.world > 1:
             world.say(world.about)
         world.say(operator.describe(recipe.train.seq_len))
+        for line in feed.data.plan(recipe.train.steps * feed.batch):
+            world.say(line)
         losses, last = trainer["losses"], trainer["values"]
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
         meter, profile = Meter(feed.batch * recipe.train.seq_len), Profile(recipe.log.profile_every, world.device)
@@ -105,7 +107,7 @@ class Run:
                     self.model, self.state.optimizer, self.feed.batches(step), self.world, recipe=recipe, step=step
                 )
             except NotFinite as error:
-                raise NotFinite(f"{error}, samples {self.feed.ids(step)} of {recipe.data.path}") from error
+                raise NotFinite(f"{error}, {self.feed.samples(step)}") from error
         self.losses.append(result.loss)
         if done % recipe.log.every == 0 or final or step == 0 or self.gauges.profile.found is not None:
             self.report(step, result)
@@ -138,7 +140,7 @@ class Run:
 
     def save(self, done: int) -> None:
         """Checkpoint after `done` steps. Collective."""
-        data = self.feed.dataset.manifest["sha256"]
+        data = self.feed.data.identity
         trainer = {"format": 1, "step": done, "losses": self.losses, "values": self.last, "data": data}
         files = {
             checkpoint.TRAINER: json.dumps(trainer),
@@ -156,12 +158,13 @@ class Run:
             self.find_needles(len(self.losses))
         self.log.close()
         tokens = self.gauges.meter.tokens_per_step
-        return summary(self.losses, self.last, world=self.world.mesh.size(), tokens_per_step=tokens)
+        found = summary(self.losses, self.last, world=self.world.mesh.size(), tokens_per_step=tokens)
+        return found | {"data": self.feed.data.visited(len(self.losses) * self.feed.batch)}
 
 
 def build_sharded(recipe: Recipe, world: World, *, load: bool) -> tuple[CausalLMLoss, Operator]:
     """The model of a recipe on its ranks with the operator attached; `load` False leaves a model.path's weights out."""
-    config = build_config(recipe, read_manifest(recipe.data.path))
+    config = build_config(recipe, read_manifest(recipe.data.first))
     path = recipe.model.path
     lm = build_model(config, seed=None if path else recipe.train.seed)
     model = CausalLMLoss(lm, chunk=recipe.train.loss_chunk)
@@ -181,11 +184,7 @@ def _resume(path: str, state: State, recipe: Recipe, feed: Feed) -> dict:
     if model:
         raise UserError(f"{path} is of another model ({model[0]}); take another checkpoint.dir")
     data = checkpoint.read_json(path, checkpoint.TRAINER)["data"]
-    if data != feed.dataset.manifest["sha256"] and recipe.checkpoint.resume == "auto":
-        raise UserError(
-            f"data.path={recipe.data.path} holds other tokens than {path} was trained on; take another checkpoint.dir,"
-            f" or say checkpoint.resume={path} to go on with the new data"
-        )
+    feed.data.check_resumed(path, data, recipe.checkpoint.resume)
     trainer = checkpoint.load(path, state)
     feed.world.say(f"resumed {path} after step {trainer['step']}" + "".join(f"; {text}" for text in changed.values()))
     return trainer

@@ -46,7 +46,8 @@ def main() -> None:
 
     def samples(step: int) -> dict[str, torch.Tensor]:
         (number,) = sample_ids(step, len(dataset), batch=1, seed=0)
-        return {name: x.to(device) for name, x in collate_ring(dataset[number][None], layout).items()}
+        tokens, length = dataset.padded(number)
+        return {name: x.to(device) for name, x in collate_ring(tokens[None], layout, [length]).items()}
 
     made_of = {"seq_len": args.seq_len, "words": dataset.manifest["vocab_size"], "places": args.seq_len}
     torch.manual_seed(0)
