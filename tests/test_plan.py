@@ -281,6 +281,7 @@ def test_plan_as_a_user_meets_it(tmp_path, capsys):
         (["--density", "1.5"], "(0, 1]"),
         (["--gpus", "8", "parallel.cp=32"], "needs 32 processes"),
         (["--gpus", "8", "parallel.zero=9"], "parallel.zero"),
+        (["--gpus", "8", "parallel.zero=1"], "nnScaler's own"),
         (["--gpus", "8192"], "at least"),
         (["model.init=null", "model.path=/nowhere"], "config.json"),
         (["model.init.vocab_size=null"], "vocab_size"),

@@ -22,6 +22,7 @@ VERBS = (
     "eval",
     "compare",
     "plan",
+    "calibrate",
     "balance",
     "record",
     "parallelize",

@@ -33,7 +33,7 @@ def explain(recipe: Recipe, gpu: Gpu) -> str:
     now = memory(setting(recipe))
     parts = sorted(now.parts.items(), key=lambda part: -part[1])
     lines = [
-        f"the plan counts {_gib(now.tensors)} a rank at its largest moment, {now.peak_phase}:"
+        f"the plan (of the torch engine) counts {_gib(now.tensors)} a rank at its largest moment, {now.peak_phase}:"
         f" {', '.join(f'{name} {_gib(size)}' for name, size in parts)}"
     ]
     if gpu.capacity_bytes:

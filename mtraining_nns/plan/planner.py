@@ -33,6 +33,11 @@ class Planner:
     @classmethod
     def of(cls, recipe: Recipe, constants: Constants, density: float | None, recording: str | None) -> "Planner":
         """recipe: shared by its GPUs. UserError for a model that cannot be read or that the adapter refuses."""
+        if recipe.parallel.zero < 2:
+            raise UserError(
+                f"parallel.zero={recipe.parallel.zero} is nnScaler's own, a plan knows 2 and 3 of the torch engine;"
+                " give parallel.zero=2"
+            )
         shape = shape_of(recipe)
         if recipe.attention.pattern == "moba" and density is None and recording is None:
             attention, length = recipe.attention, recipe.train.seq_len
