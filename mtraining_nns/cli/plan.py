@@ -2,7 +2,7 @@
 
     mtraining plan recipes/qwen2.5_3b_512k.yaml --gpu h200 --gpus 32
     mtraining plan recipes/qwen2.5_3b_512k.yaml --gpu a100-40gb --gpus 32 --table
-    mtraining plan recipes/llama3.1_8b_512k.yaml --constants measured.yaml --gpus 8 parallel.cp=8 parallel.zero=3
+    mtraining plan recipes/llama3.1_8b_512k.yaml --constants measured.yaml parallel.cp=8 parallel.ring=auto
 
 Needs the model's config.json or model.init, no GPU, no weights and no data. How many pairs sparse attention will keep
 is not known beforehand: --density says it. The numbers of a kind of GPU are packaged, or measured on one by `mtraining
