@@ -191,8 +191,8 @@ class RecipeHook(TrainHook):
         kept = state["mtraining"]
         self.progress = Progress(**json.loads(kept[0] if isinstance(kept, list) else kept))
         if self.progress.data is not None:
-            states = trainer.train_args.checkpoint.save_dir
-            Mixture.of(self.recipe).check_resumed(states, self.progress.data, self.recipe.checkpoint.resume)
+            config = self.recipe.checkpoint
+            Mixture.of(self.recipe).check_resumed(config.dir, self.progress.data, config.resume)
         _Joined.world.say(f"resumed after step {len(self.progress.losses)}")
 
     def on_save_checkpoint(self, trainer, state: dict) -> None:

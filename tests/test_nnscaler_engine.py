@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import prepare, save_tokenizer, write_recipe
+from tiny import pack, prepare, save_tokenizer, write_recipe
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import export
@@ -98,6 +98,26 @@ def test_the_engines_agree(folder, expected, world, split):
     assert ours.keys() == theirs.keys() and ours.keys() > {"lm_head.weight"}
     for key, weight in ours.items():
         assert (weight - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
+
+
+def test_the_engines_read_the_same_mix(folder):
+    """A stream and a packed folder of which a sequence is half empty, held-out data with padding; and no other data."""
+    short = folder / "packed"
+    pack(prepare(short, 256 * 3 - 140, seed=2), 256)
+    save_tokenizer(short)
+    data = ["data.path=null", f"data.mix={{{folder / 'data'}: 2, {short}: 1}}", f"data.eval_path={short}"]
+    expected = train(folder, "mixed-torch", 2, *data)
+    name, nnscaler = "mixed-nnscaler", ["parallel.engine=nnscaler", "checkpoint.every=2"]
+    found = train(folder, name, 2, *data, *nnscaler)
+    assert_same(found, expected, 1e-5)
+    assert found["data"] == expected["data"] and found["data"][str(short)]["sequences"] == 3
+    (folder / name / "nnscaler" / "states" / "0000-0004" / "complete.json").unlink()
+    other = start(folder, name, 2, *data, *nnscaler, f"data.mix.{short}=2")
+    assert other.returncode != 0
+    assert f"data.mix holds other tokens or shares than {folder / name} was trained on" in other.stdout + other.stderr
+    again = start(folder, name, 2, *data, *nnscaler)
+    assert again.returncode == 0 and "3 of 8 sequences" in again.stdout, again.stdout + again.stderr
+    assert_same(json.loads((folder / name / "summary.json").read_text()), expected, 1e-5)
 
 
 def test_two_machines_share_a_folder(folder, expected):

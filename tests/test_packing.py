@@ -65,6 +65,24 @@ def test_packing_is_best_fit_decreasing(lengths, seq_len):
     assert (np.diff([part[0] for part in first]) > 0).all()
 
 
+@pytest.mark.parametrize("way", ["stream", "best_fit"])
+def test_three_documents_at_512k(tmp_path, way):
+    """100, 600,000 and 700,000 tokens, many of them 0: every token is in a sequence or in the remainder."""
+    tmp_path, lengths = tmp_path / "data", [100, 600_000, 700_000]
+    tmp_path.mkdir()
+    writer = store.TokenWriter(tmp_path, "uint16")
+    for length in lengths:
+        writer.append(np.random.RandomState(length).randint(0, 3, length), text_bytes=length)
+    store.write_manifest(tmp_path, writer.close() | {"eos_id": 0, "vocab_size": 128})
+    if way == "best_fit":
+        packed(tmp_path, 524288)
+    dataset = PackedDataset(tmp_path, 524288)
+    text = sum(dataset.padded(number)[1] for number in range(len(dataset)))
+    assert text + dataset.remainder == sum(lengths) == dataset.boundaries[-1]
+    assert (len(dataset), dataset.remainder) == {"stream": (2, 251_524), "best_fit": (3, 0)}[way]
+    assert sorted(dataset.padded(i)[1] for i in range(len(dataset)))[-2:] == [524288, 524288]
+
+
 def test_a_million_documents_take_seconds():
     lengths = np.random.default_rng(0).lognormal(6.5, 1.4, 1_000_000).astype(np.int64) + 1
     sequence, start, end = pack(boundaries_of(lengths), 32768)
