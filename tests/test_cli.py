@@ -131,7 +131,7 @@ def test_a_worker_leaves_its_error_for_the_launcher(tmp_path, monkeypatch, capsy
 
 def test_the_launcher_reports_a_worker_that_fails(data, tmp_path):
     """The manifest promises tokens that are not there: both ranks refuse, one line says so, after a real start."""
-    words = ["train", RECIPE, *data, f"checkpoint.dir={tmp_path}/run", "--nproc", "2"]
+    words = ["train", RECIPE, *data, f"checkpoint.dir={tmp_path}/run", "--nproc", "2", "parallel.engine=torch"]
     assert_one_line(command("cli", *words, CUDA_VISIBLE_DEVICES=""), str(tmp_path))
     assert (tmp_path / "run" / "recipe.yaml").is_file()
 

@@ -78,7 +78,7 @@ def build(recipe: Recipe, config, world: World):
                 local.normal_(std=0.02)
             else:
                 local.fill_(0.0 if name.endswith("bias") else 1.0)
-    return model, operator, build_optimizer(model, recipe.train)
+    return model, operator, build_optimizer(model, recipe.train, offload=recipe.parallel.offload)
 
 
 def random_batches(recipe: Recipe, vocabulary: int, world: World, step: int) -> list[dict]:
