@@ -17,7 +17,8 @@ RECIPE = "recipes/demo_base.yaml"
 @pytest.fixture
 def data(tmp_path):
     """Overrides that point the recipe at a prepared folder; only its manifest is there."""
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "dtype": "uint16", "vocab_size": 300, "tokens": 1 << 16}))
+    manifest = {"format": 1, "dtype": "uint16", "vocab_size": 300, "tokens": 1 << 16}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     return f"data.path={tmp_path}", "data.eval_path=null"
 
 
