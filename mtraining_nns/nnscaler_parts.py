@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import nnscaler
 import torch
@@ -167,6 +168,11 @@ class RecipeHook(TrainHook):
         self.progress, self.unmarked, self.loss, self.peak_bytes = Progress(), None, None, 0
         self.needles = needles(self.recipe) if self.recipe.log.niah_every else []
 
+    @cached_property
+    def data(self) -> Mixture:
+        """What the run reads."""
+        return Mixture.of(self.recipe)
+
     def after_setup(self, trainer) -> None:
         """Open the log; the trainer has read its checkpoint."""
         self.world, train = _Joined.world, self.recipe.train
@@ -183,7 +189,7 @@ class RecipeHook(TrainHook):
             self.texts = texts_of(self.recipe, config)
         if self.world.ring.world > 1:
             self.world.say(self.world.about)
-        for line in Mixture.of(self.recipe).plan(train.steps * self.recipe.batch):
+        for line in self.data.plan(train.steps * self.recipe.batch):
             self.world.say(line)
 
     def on_load_checkpoint(self, trainer, state: dict) -> None:
@@ -192,12 +198,12 @@ class RecipeHook(TrainHook):
         self.progress = Progress(**json.loads(kept[0] if isinstance(kept, list) else kept))
         if self.progress.data is not None:
             config = self.recipe.checkpoint
-            Mixture.of(self.recipe).check_resumed(config.dir, self.progress.data, config.resume)
+            self.data.check_resumed(config.dir, self.progress.data, config.resume)
         _Joined.world.say(f"resumed after step {len(self.progress.losses)}")
 
     def on_save_checkpoint(self, trainer, state: dict) -> None:
         """Called before the files are written."""
-        self.progress.data = Mixture.of(self.recipe).identity
+        self.progress.data = self.data.identity
         state["mtraining"] = json.dumps(vars(self.progress))
         self.unmarked = trainer.train_status.finished_train_steps
 
@@ -224,8 +230,7 @@ class RecipeHook(TrainHook):
         step, norm = trainer.train_status.finished_train_steps, norm.item()
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
             visits = range(step * self.recipe.batch, (step + 1) * self.recipe.batch)
-            samples = Mixture.of(self.recipe).samples(visits)
-            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {samples}")
+            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {self.data.samples(visits)}")
 
     def after_optimizer_step(self, trainer) -> None:
         """Memory before the trainer sets its peak back."""

@@ -135,8 +135,23 @@ def test_sources_that_were_read_and_changed_are_tokenised_anew(corpus, tmp_path,
 def test_a_tokenizer_is_not_kept_that_was_trained_on_other_text(corpus, tmp_path):
     killed(corpus, tmp_path)
     (corpus / "39.txt").write_text("something else")
-    with pytest.raises(RuntimeError, match="UserError: the sources changed after the tokenizer was trained on them"):
-        start(fields_of(corpus, tmp_path / "out"))
+    tokenised, said = start(fields_of(corpus, tmp_path / "out"))
+    assert tokenised == 40 and "training the tokenizer again" in said
+    start(fields_of(corpus, tmp_path / "straight"))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "straight")
+
+
+def test_sources_that_change_while_they_are_read_are_an_error(corpus, tmp_path, monkeypatch):
+    train = tokenizer.train_bpe
+
+    def train_and_change(texts, size):
+        trained = train(texts, size)
+        (corpus / "39.txt").write_text("something else")
+        return trained
+
+    monkeypatch.setattr(tokenizer, "train_bpe", train_and_change)
+    with pytest.raises(UserError, match="the sources changed after the tokenizer was trained on them"):
+        prepare(PrepareConfig(**fields_of(corpus, tmp_path / "out")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus"]
 
 

@@ -9,6 +9,7 @@ Tokenising happens once, here: for a corpus that changes while training runs, th
 
 import hashlib
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,11 @@ def _write(
 ) -> None:
     """Fill the work folder, from where a killed run left it."""
     folder, done = work / RESULT, journal.read(work, identity)
+    if done is not None and done.trained_on not in ("", _text_hash(sources)):
+        print("the sources have changed since the run that was killed; training the tokenizer again", file=sys.stderr)
+        (work / journal.JOURNAL).unlink()
+        shutil.rmtree(folder)
+        done = None
     if done is None:
         folder.mkdir()
         text_hash = hashlib.sha256()
