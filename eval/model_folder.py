@@ -20,7 +20,7 @@ def model_folder(model_dir: str | Path) -> Path:
 
 
 def read(kind, path: str | Path, *, place=None, **options):
-    """`kind.from_pretrained(path, **options)` of a class of transformers. place: for errors, where it is not the path."""
+    """`kind.from_pretrained(path, **options)` of a class of transformers. place: its name in errors."""
     try:
         return kind.from_pretrained(path, local_files_only=True, **options)
     except Exception as error:  # a class of its own for each check, and those of JSON, safetensors and torch

@@ -15,6 +15,7 @@ from mtraining_nns.eval.huggingface import TextTokenizer
 from mtraining_nns.eval.infinitebench_rows import read
 from mtraining_nns.eval.niah import Niah, NiahConfig
 from mtraining_nns.eval.perplexity import Perplexity, PerplexityConfig
+from mtraining_nns.eval.questions import Engine
 from mtraining_nns.eval.ruler import Ruler, RulerConfig
 from mtraining_nns.eval.ruler_sources import Sources
 from mtraining_nns.eval.runner import Records, run
@@ -53,7 +54,7 @@ def test_answers_of_other_weights_or_another_tokenizer_are_not_gone_on_with(fold
 
 
 def test_each_sequence_is_kept_once_it_is_read(tmp_path):
-    class Ends:
+    class Ends(Engine):
         batch_size, left = 8, 2
 
         def nll(self, token_ids):
