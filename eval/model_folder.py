@@ -4,6 +4,7 @@ No code from the folder is run and nothing is fetched. Whatever is wrong with it
 """
 
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -24,7 +25,7 @@ def read(kind, path: str | Path, *, place=None, **options):
     try:
         return kind.from_pretrained(path, local_files_only=True, **options)
     except Exception as error:  # a class of its own for each check, and those of JSON, safetensors and torch
-        reason = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+        reason = shorten(str(error).split("\n\n")[0], 240).rstrip(".") or type(error).__name__
         raise UserError(
             f"{place or path} cannot be loaded: {reason}; take a whole model, or export it again"
         ) from error

@@ -48,6 +48,10 @@ class Records:
     def _claim(self, manifest: dict) -> None:
         path, manifest = self.folder / MANIFEST, json.loads(json.dumps(manifest))
         if not path.is_file():
+            if (self.folder / RECORDS).is_file():
+                raise UserError(
+                    f"{self.folder} holds answers of an unknown run, without {MANIFEST}; give another --out"
+                )
             write_json(path, manifest)
             return
         try:
@@ -63,10 +67,18 @@ class Records:
 
 
 def read_records(folder: Path) -> tuple[dict[str, dict], int]:
-    """(records by id, bytes) of the whole lines of a folder's records.jsonl."""
-    whole = (folder / RECORDS).read_bytes().rpartition(b"\n")[0]
-    records = map(json.loads, filter(None, whole.split(b"\n")))
-    return {record["id"]: record for record in records}, len(whole) + bool(whole)
+    """(records by id, bytes) of the whole lines of a folder's records.jsonl; UserError for one that is no record."""
+    whole, found = (folder / RECORDS).read_bytes().rpartition(b"\n")[0], {}
+    for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
+        try:
+            record = json.loads(line)
+            found[record["id"]] = record
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{folder / RECORDS}, line {number} is damaged ({error}); remove the line and evaluate again, which"
+                " asks its question alone"
+            ) from error
+    return found, len(whole) + bool(whole)
 
 
 def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:

@@ -178,6 +178,8 @@ def parse_overrides(words: list[str]) -> dict:
         key, equals, value = word.partition("=")
         if not key or not equals:
             raise UserError(f"--attention-config takes key=value, got {word!r}; give e.g. p_v=0.9")
+        if key in fields:
+            raise UserError(f"--attention-config sets {key} twice; give it once")
         try:
             fields[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
