@@ -7,11 +7,12 @@ ruler        RULER's 13 tasks at any length: ruler.yaml, ruler_tasks (what promp
 infinitebench  InfiniteBench's 12 tasks: infinitebench.yaml, infinitebench_rows (its files), infinitebench_scoring
 niah         a needle in a haystack, depth x length
 perplexity   sliding-window perplexity by position
+model_folder what a model folder says of itself, and its weights
 huggingface  an engine that generates and scores, with dense or with the trained sparse attention; vllm: another one
 runner       asks everything, keeps every answer, goes on where it was stopped
 report       manifest, results, printed tables; html: one page; plots: the heat map
 compare      two evaluations side by side
 
-Suites know an engine only by `generate(prompts, max_new_tokens)`, `nll(token_ids)` and `batch_size`.
+Suites know an engine only as `questions.Engine`.
 This package imports no trainer: an exported folder and a text are all it needs.
 """

@@ -18,6 +18,17 @@ from mtraining_nns.ops.config import AttentionConfig
 ATTENTIONS = ("dense", "mtraining", "minference", "flexprefill")
 DTYPES = ("bfloat16", "float16", "float32")
 BUDGETS_FORMAT = 1
+ANY = {"pattern", "block", "layout", "granularity", "dense_layers", "dense_below", "backend", "deterministic"}
+READ = {  # settings that a pattern reads besides, those of vertical_slash by its budget as well
+    "dense": set(),
+    "vertical_slash": {"budget", "cap", "last_q", "sinks", "local"},
+    "xattention": {"stride", "threshold"},
+    "moba": {"chunk", "top_k"},
+    "flexprefill": {"threshold", "tau", "sinks", "local"},
+    "top_p": {"p_v", "p_s"},
+    "fixed": {"k_v", "k_s", "head_budgets"},
+    "budgets of each head": {"head_budgets"},
+}
 
 
 def check_names(attention: str, dtype: str | None) -> None:
@@ -50,7 +61,7 @@ def attention_of(
     fixed = sorted(fields.keys() & (given or {}).keys() - {"block"})
     if fixed:
         raise UserError(f"attention={attention!r} sets {', '.join(fixed)} itself; leave it out, or use mtraining")
-    return _build({**fields, **(given or {})}, attention)
+    return _build(fields, given, attention)
 
 
 def load_attention(folder: str | Path, overrides: dict | None = None) -> AttentionConfig:
@@ -69,7 +80,7 @@ def load_attention(folder: str | Path, overrides: dict | None = None) -> Attenti
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path} is no record of an attention ({reason}); export the model again") from error
-    return _build({**fields, **(overrides or {})}, str(folder))
+    return _build(fields, overrides, str(folder))
 
 
 def read_budgets(path: str | Path) -> dict:
@@ -110,12 +121,23 @@ def write_budgets(path: str | Path, recording) -> None:
         raise UserError(f"cannot write {path} ({error.strerror}); choose another --budgets") from error
 
 
-def _build(fields: dict, what: str) -> AttentionConfig:
-    known = [field.name for field in dataclasses.fields(AttentionConfig)]
+def _build(fields: dict, changes: dict | None, what: str) -> AttentionConfig:
+    """Fields with changes on top; UserError for a value that is not known, or a change that would do nothing."""
+    fields, known = {**fields, **(changes or {})}, [field.name for field in dataclasses.fields(AttentionConfig)]
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise UserError(f"unknown attention key {unknown[0]!r}; known are {', '.join(known)}")
     try:
-        return AttentionConfig(**fields)
+        config = AttentionConfig(**fields)
     except (ValueError, TypeError) as error:
         raise UserError(f"attention of {what}: {error}") from error
+    kinds = [config.pattern]
+    if config.pattern == "vertical_slash":
+        kinds.append("budgets of each head" if config.head_budgets else config.budget)
+    read = ANY.union(*map(READ.get, kinds))
+    for name in sorted((changes or {}).keys() - read):
+        raise UserError(
+            f"attention setting {name} does nothing with {' and '.join(kinds)}, which reads"
+            f" {', '.join(sorted(read - ANY)) or 'none'}; leave it out"
+        )
+    return config

@@ -7,14 +7,13 @@ is known better than either score. The interval holds the mean difference with 9
 a cell. Of perplexity it compares losses a token, in nats, sequence by sequence.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mtraining_nns.errors import UserError
-from mtraining_nns.eval.runner import MANIFEST, differences, read_records
+from mtraining_nns.eval.runner import differences, read_manifest, read_records
 from mtraining_nns.tables import align
 
 RESAMPLES, SURE = 10_000, 95.0
@@ -97,8 +96,6 @@ def _value(record: dict) -> float:
 
 def _read(folder: Path) -> tuple[dict, dict[str, dict]]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        records, _ = read_records(folder)
-    except (OSError, ValueError) as error:
+        return read_manifest(folder), read_records(folder)[0]
+    except OSError as error:
         raise UserError(f"{folder} holds no evaluation ({error}); give the --out of mtraining eval") from error
-    return manifest, records

@@ -50,14 +50,16 @@ class Score(NamedTuple):
 def _niah(records: list[dict]) -> str:
     """Depths down, lengths across."""
     depths, lengths, found = report.grid(records, "depth")
-    rows = [[f"{depth:g} %", *_scores(found, depth, sorted(lengths))] for depth in sorted(depths)]
-    return _table(["depth", *map(str, sorted(lengths))], rows)
+    lengths = sorted(lengths)
+    rows = [[f"{depth:g} %", *_scores(found, depth, lengths)] for depth in sorted(depths)]
+    return _table(["depth", *map(str, lengths)], [*rows, report.kept_row(records, lengths)])
 
 
 def _tasks(records: list[dict]) -> str:
     """Tasks down, lengths across."""
     tasks, lengths, found = report.grid(records, "task")
-    return _table(["task", *map(str, lengths)], [[task, *_scores(found, task, lengths)] for task in tasks])
+    rows = [[task, *_scores(found, task, lengths)] for task in tasks]
+    return _table(["task", *map(str, lengths)], [*rows, report.kept_row(records, lengths)])
 
 
 def _scores(found: dict, row, lengths: list[int]) -> list[Score | str]:
@@ -67,11 +69,17 @@ def _scores(found: dict, row, lengths: list[int]) -> list[Score | str]:
 
 def _perplexity(records: list[dict]) -> str:
     rows = [
-        [str(found.length), f"{bucket.begin} .. {bucket.end - 1}", f"{bucket.perplexity:.3f}", str(bucket.tokens)]
+        [
+            str(found.length),
+            f"{bucket.begin} .. {bucket.end - 1}",
+            f"{bucket.perplexity:.3f}",
+            str(bucket.tokens),
+            report.percent(found.density),
+        ]
         for found in summed(records)
         for bucket in (*found.buckets, found.total)
     ]
-    return _table(["length", "positions", "perplexity", "tokens"], rows)
+    return _table(["length", "positions", "perplexity", "tokens", report.KEPT], rows)
 
 
 def _table(heads: list[str], rows: list[list[str | Score]]) -> str:

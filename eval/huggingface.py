@@ -13,19 +13,21 @@ import dataclasses
 import inspect
 import re
 from contextlib import contextmanager
+from datetime import datetime
 from itertools import accumulate, takewhile
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from mtraining_nns import hf
 from mtraining_nns.data import tokenizer as tokenizers
 from mtraining_nns.data.collator import collate
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of, check_names
+from mtraining_nns.eval.model_folder import check_length, context_limit, end_tokens, model_folder, read_causal_lm
+from mtraining_nns.eval.questions import Engine
 from mtraining_nns.ops.attention import Operator
 from mtraining_nns.ops.ring import Ring
 
@@ -38,7 +40,10 @@ class TextTokenizer:
     """The model's tokenizer as the tasks see it. Text never becomes a control token, as in training data.
 
     `first` opens a sequence if the tokenizer opens its own with it (BOS of Llama, None for Qwen); `eos` may be None.
+    `clock` is what chat templates that print the date take for now, so that prompts are the same every day.
     """
+
+    clock = datetime(2024, 7, 26)
 
     def __init__(self, tokenizer):
         self.tokenizer, self.encoder = tokenizer, tokenizers.Encoder(tokenizer)
@@ -65,12 +70,23 @@ class TextTokenizer:
             raise UserError("the tokenizer has no chat template; use --prompt base")
         message = [{"role": "user", "content": mark}]
         try:
-            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            template = (
+                f"{self._clock_macro()}\n{self.tokenizer.get_chat_template()}"  # the line end belongs to the macro
+            )
+            text = self.tokenizer.apply_chat_template(
+                message, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # a template is a program, whatever it raises
             raise UserError(f"the tokenizer's chat template fails ({error}); use --prompt base") from error
         if text.count(mark) != 1:
             raise UserError("the tokenizer's chat template changes or repeats the message; use --prompt base")
         return tuple(self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(mark))
+
+    def _clock_macro(self) -> str:
+        """A macro of the name of transformers' `strftime_now`, which it hides; newer releases take no function."""
+        codes = [f"%{dash}{letter}" for letter in "aAbBcdfHIjmMpSUwWxXyYzZ" for dash in ("", "-")]
+        replaced = "".join(f"|replace('{code}', '{self.clock.strftime(code)}')" for code in codes)
+        return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}"
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of generated tokens, without special tokens."""
@@ -82,32 +98,7 @@ def load_tokenizer(model_dir: str | Path) -> TextTokenizer:
     return TextTokenizer(tokenizers.load(str(model_folder(model_dir))))
 
 
-def context_limit(model_dir: str | Path) -> int | None:
-    """max_position_embeddings of a model folder, read without its weights; None if the model states no limit."""
-    try:
-        config = AutoConfig.from_pretrained(model_folder(model_dir), trust_remote_code=False)
-    except OSError as error:
-        raise UserError(f"{model_dir}/config.json cannot be read: {str(error).splitlines()[0]}") from error
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def end_tokens(model_dir: str | Path) -> list[int]:
-    """Token ids that end a text, by the folder's generation_config.json or else its config."""
-    folder = model_folder(model_dir)
-    try:
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        eos = AutoConfig.from_pretrained(folder, trust_remote_code=False).eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def weights_dtype(model_dir: str | Path) -> str:
-    """The dtype that a folder's config states for its weights, fp32 if it states none."""
-    config = AutoConfig.from_pretrained(model_folder(model_dir), trust_remote_code=False)
-    return str(config.dtype or torch.float32).removeprefix("torch.")
-
-
-class HuggingFaceEngine:
+class HuggingFaceEngine(Engine):
     """One model folder, loaded. Errors are UserError and name the folder and the fix.
 
     attention_config, budgets: as for `attention_of`. dtype: of DTYPES, None takes the dtype of the weights.
@@ -136,20 +127,8 @@ class HuggingFaceEngine:
         sparse = self.attention_config is not None
         if sparse:
             hf.register()
-        try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                self.model_dir,
-                attn_implementation=hf.NAME if sparse else "sdpa",
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"{self.model_dir} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-        broken = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
-        if broken:
-            raise UserError(f"{self.model_dir} lacks {len(broken)} weights, first {broken[0]}; export it again")
+        implementation = hf.NAME if sparse else "sdpa"
+        model = read_causal_lm(self.model_dir, attn_implementation=implementation, dtype=dtype, use_safetensors=True)
         model = model.to(self.device).eval()
         if sparse:
             try:
@@ -174,7 +153,7 @@ class HuggingFaceEngine:
         """
         for prompt in prompts:
             self._check_length(len(prompt) + max_new_tokens)
-        answers = []
+        answers, self.densities = [], []
         while len(answers) < len(prompts):
             left = prompts[len(answers) :]
             answers += self._answer(left[: self._together(left, max_new_tokens)], max_new_tokens)
@@ -229,7 +208,12 @@ class HuggingFaceEngine:
         """(the first token of the answer, keys and values of the prompt)."""
         input_ids, cache = torch.tensor([prompt], device=self.device), DynamicCache()
         found = self.model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
+        self.densities.append(self._density())
         return int(found.logits[0, -1].argmax()), cache
+
+    def _density(self) -> float:
+        """Of the sequence that was read last."""
+        return 1.0 if self.attention_config is None else round(self.operator.density(), 6)
 
     @contextmanager
     def _decoding(self):
@@ -254,10 +238,13 @@ class HuggingFaceEngine:
         if transforms:
             raise UserError(f"{self.model_dir} sets {transforms[0]}, which the chunked loss lacks; use Llama or Qwen")
         if self.ring.world > 1:
-            return self._nll_of_the_ring(token_ids)
-        token_ids = token_ids.to(self.device)
-        hidden = self.model.model(input_ids=token_ids[None], use_cache=False)[0][0]  # [S, hidden]
-        return self._losses(hidden[:-1], token_ids[1:])
+            nll = self._nll_of_the_ring(token_ids)
+        else:
+            token_ids = token_ids.to(self.device)
+            hidden = self.model.model(input_ids=token_ids[None], use_cache=False)[0][0]  # [S, hidden]
+            nll = self._losses(hidden[:-1], token_ids[1:])
+        self.densities = [self._density()]
+        return nll
 
     def _nll_of_the_ring(self, token_ids: torch.Tensor) -> torch.Tensor:
         layout = self.operator.layout(len(token_ids))
@@ -308,15 +295,6 @@ def _joined(caches: list[DynamicCache], width: int) -> DynamicCache:
     return joined
 
 
-def check_length(tokens: int, limit: int | None, model_dir: str | Path, name="max_position_embeddings") -> None:
-    """UserError if `tokens` (prompt plus generation) exceed the model's limit, or another one of that name."""
-    if limit is not None and tokens > limit:
-        raise UserError(
-            f"{tokens} tokens exceed {name}={limit} of {model_dir}; "
-            "use a shorter length or a checkpoint exported for this one"
-        )
-
-
 def usable_device(name: str | None) -> torch.device:
     """The device of a name, the GPU if there is one for None; UserError for another."""
     cuda = torch.cuda.is_available()
@@ -325,10 +303,3 @@ def usable_device(name: str | None) -> torch.device:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name) or (name != "cpu" and not cuda):
         raise UserError(f"device {name!r} is not usable here; use cpu" + (" or cuda" if cuda else ", there is no GPU"))
     return torch.device(name)
-
-
-def model_folder(model_dir: str | Path) -> Path:
-    folder = Path(model_dir)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no model folder (no config.json); give the folder of an exported model")
-    return folder

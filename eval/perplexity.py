@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from mtraining_nns.errors import UserError
+from mtraining_nns.eval.scoring import mean_known
 
 FIRST_BUCKET = 256  # positions 0..255 are the first bucket, each further one doubles the position
 
@@ -71,18 +72,19 @@ def spans(length: int, window: int | None = None, stride: int | None = None) -> 
     return windows
 
 
-def position_nll(engine, token_ids: torch.Tensor, config: PerplexityConfig) -> torch.Tensor:
-    """Negative log-likelihood of tokens 1 .. S-1 of one sequence: [S] int64 -> [S-1] fp32 on the CPU."""
-    scored = []
+def position_nll(engine, token_ids: torch.Tensor, config: PerplexityConfig) -> tuple[torch.Tensor, float | None]:
+    """Negative log-likelihood of tokens 1 .. S-1 of one sequence: [S] int64 -> [S-1] fp32 on the CPU; mean density."""
+    scored, densities = [], []
     for span in spans(len(token_ids), config.window, config.stride):
         nll = engine.nll(token_ids[span.begin : span.end])
         scored.append(nll[span.score_from - span.begin - 1 :].float().cpu())
+        densities.append(next(iter(engine.densities)))
     nll = torch.cat(scored)
     bad = (~torch.isfinite(nll)).nonzero()
     if len(bad) > 0:
         first = int(bad[0])
         raise UserError(f"the loss at position {first + 1} is {float(nll[first])}; the weights or the dtype are broken")
-    return nll
+    return nll, mean_known(densities)
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,13 @@ class LengthPerplexity:
     length: int
     total: Bucket
     buckets: tuple[Bucket, ...]
+    density: float | None  # mean of the sequences
 
     def as_dict(self) -> dict:
         return {
             "length": self.length,
             **self.total.as_dict(),
+            "density": self.density,
             "buckets": [bucket.as_dict() for bucket in self.buckets],
         }
 
@@ -174,9 +178,9 @@ class Perplexity:
 
     def _read(self, engine, name: str) -> dict:
         length, sample = map(int, name.split("/")[1:])
-        nll = position_nll(engine, self.inputs[length][sample], self.config).double()  # [length - 1]
-        buckets = [_bucket(nll, begin, end) for begin, end in bucket_edges(length)]
-        return {"id": name, "length": length, "sample": sample, "buckets": [vars(bucket) for bucket in buckets]}
+        nll, density = position_nll(engine, self.inputs[length][sample], self.config)  # [length - 1]
+        buckets = [vars(_bucket(nll.double(), begin, end)) for begin, end in bucket_edges(length)]
+        return {"id": name, "length": length, "sample": sample, "density": density, "buckets": buckets}
 
 
 class Books(Perplexity):
@@ -215,9 +219,11 @@ def summed(records: list[dict]) -> list[LengthPerplexity]:
     """Records of several sequences, by length: totals and buckets, weighted by token."""
     found = []
     for length in dict.fromkeys(record["length"] for record in records):
-        rows = [[Bucket(**bucket) for bucket in record["buckets"]] for record in records if record["length"] == length]
+        those = [record for record in records if record["length"] == length]
+        rows = [[Bucket(**bucket) for bucket in record["buckets"]] for record in those]
         buckets = tuple(_sum(same, same[0].begin, same[0].end) for same in zip(*rows, strict=True))
-        found.append(LengthPerplexity(length=length, total=_sum(buckets, 1, length), buckets=buckets))
+        density = mean_known([record["density"] for record in those])
+        found.append(LengthPerplexity(length, _sum(buckets, 1, length), buckets, density))
     return found
 
 

@@ -64,7 +64,8 @@ class Format:
 
     def describe(self) -> dict:
         """Manifest entry."""
-        return {"format": "chat" if self.chat else "base", "before": self.before, "after": self.after}
+        kind = {"format": "chat", "clock": self.tokenizer.clock.isoformat()} if self.chat else {"format": "base"}
+        return {**kind, "before": self.before, "after": self.after}
 
 
 def shortest(draft: Draft, form: Format, length: int, max_new_tokens: int, what: str) -> Prompt:

@@ -5,10 +5,22 @@ gives a record for each: plain values that go into records.jsonl as they are. `G
 questions are prompts; it needs `build(id)` and a `form` with the model's tokenizer.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 
 from mtraining_nns.eval.scoring import METRICS
+
+
+class Engine:
+    """What suites know of an engine, beside `generate(prompts, max_new_tokens)` and `nll(token_ids)`.
+
+    batch_size: prompts that are asked at once. densities: for each sequence of the last call the share of its causal
+    pairs that attention kept while it was read, over layers and heads; None where the engine cannot tell.
+    """
+
+    batch_size: int = 1
+    densities: Iterable[float | None] = repeat(None)
 
 
 @dataclass(frozen=True)
@@ -32,10 +44,10 @@ class Generative:
         for budget, some in groupby(map(self.build, ids), lambda question: question.max_new_tokens):
             asked = list(some)
             generated = engine.generate([question.prompt for question in asked], budget)
-            records += map(self._record, asked, generated)
+            records += map(self._record, asked, generated, engine.densities)
         return records
 
-    def _record(self, question: Question, tokens: list[int]) -> dict:
+    def _record(self, question: Question, tokens: list[int], density: float | None) -> dict:
         if len(tokens) > question.max_new_tokens:
             raise ValueError(
                 f"engine returned {len(tokens)} tokens, at most {question.max_new_tokens} were asked for; it must"
@@ -46,6 +58,7 @@ class Generative:
             "id": question.id,
             **question.about,
             "prompt_tokens": len(question.prompt),
+            "density": density,
             "references": question.references,
             "generated": text,
             "metric": question.metric,

@@ -1,7 +1,8 @@
 """What a run was and what it found: a manifest, results of every suite, tables that show every cell.
 
     results.json    {"manifest": {...}, "niah": {...}, "ruler": {...}, "infinitebench": {...}, "perplexity": [...]}
-    scores.csv      suite,task,length,depth,samples,score,standard_error     a cell a row, scores in percent
+    scores.csv      suite,task,length,depth,samples,score,standard_error,density
+                    a cell a row, scores in percent
 
 The manifest is enough to run the same again. A mean is printed only under the cells it is the mean of.
 """
@@ -19,9 +20,11 @@ from mtraining_nns import digest
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.perplexity import LengthPerplexity
 from mtraining_nns.eval.runner import write_json
+from mtraining_nns.eval.scoring import mean_known
 from mtraining_nns.tables import align
 
-FORMAT = 1
+FORMAT = 2
+KEPT = "kept by prefill"
 
 
 def manifest(model_dir: str | Path, tokenizer, engine: dict, tasks: dict) -> dict:
@@ -59,14 +62,31 @@ def write_results(folder: Path, results: dict) -> Path:
 
 
 def cells(records: list[dict], *keys: str) -> list[dict]:
-    """Scores of the records that agree in some keys: the keys, samples, score and its standard error in percent."""
-    groups: dict[tuple, list[float]] = {}
+    """Scores of the records that agree in some keys: the keys, samples, score and its standard error in percent.
+
+    density: mean share of causal pairs that reading their prompts kept, None where the engine could not tell.
+    """
+    groups: dict[tuple, list[dict]] = {}
     for record in records:
-        groups.setdefault(tuple(record[key] for key in keys), []).append(100.0 * record["score"])
-    return [
-        {**dict(zip(keys, values)), "samples": len(scores), "score": _mean(scores), "standard_error": _error(scores)}
-        for values, scores in groups.items()
-    ]
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return [{**dict(zip(keys, values)), **_cell(same)} for values, same in groups.items()]
+
+
+def _cell(records: list[dict]) -> dict:
+    scores = [100.0 * record["score"] for record in records]
+    density = mean_known([record["density"] for record in records])
+    return {"samples": len(scores), "score": _mean(scores), "standard_error": _error(scores), "density": density}
+
+
+def kept_row(records: list[dict], lengths: list[int]) -> list[str]:
+    """The last row of a table: what share of causal pairs the prompts of each length kept, in percent."""
+    found = {cell["length"]: cell["density"] for cell in cells(records, "length")}
+    return [KEPT, *(percent(found[length]) for length in lengths)]
+
+
+def percent(share: float | None) -> str:
+    """`31.2 %`, or `-` where it is not known."""
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def grid(records: list[dict], down: str) -> tuple[list, list[int], dict[tuple, dict]]:
@@ -87,6 +107,7 @@ def niah_table(records: list[dict]) -> str:
     for depth in depths:
         rows.append([f"{depth:g} %", *(f"{found[depth, length]['score']:.1f}" for length in lengths)])
     rows.append(["all depths", *(f"{cell['score']:.1f}" for cell in cells(records, "length"))])
+    rows.append(kept_row(records, lengths))
     return f"niah, score in percent, {next(iter(found.values()))['samples']} per cell\n{align(rows)}"
 
 
@@ -101,7 +122,7 @@ def ruler_table(records: list[dict], not_run: dict[str, str]) -> str:
     rows = _task_rows(records, _with_error)
     if records:
         of_tasks = [[found[task, length]["score"] for task in tasks] for length in lengths]
-        rows.append(["mean of the tasks above", *(f"{_mean(scores):.1f}" for scores in of_tasks)])
+        rows.insert(-1, ["mean of the tasks above", *(f"{_mean(scores):.1f}" for scores in of_tasks)])
     samples = next(iter(found.values()))["samples"] if records else 0
     head = f"ruler, score in percent +- standard error, {samples} per cell"
     return "\n".join([head, align(rows), *notes(not_run)])
@@ -126,16 +147,17 @@ def notes(not_run: dict[str, str], not_asked: dict[str, str] | None = None) -> l
 
 
 def _task_rows(records: list[dict], show) -> list[list[str]]:
-    """A head, then each task's cells by length; show: a cell as text."""
+    """A head, each task's cells by length, and what was kept; show: a cell as text."""
     tasks, lengths, found = grid(records, "task")
     rows = [[show(found[task, length]) if (task, length) in found else "-" for length in lengths] for task in tasks]
-    return [["task \\ length", *map(str, lengths)], *([task, *row] for task, row in zip(tasks, rows))]
+    rows = [["task \\ length", *map(str, lengths)], *([task, *row] for task, row in zip(tasks, rows))]
+    return [*rows, kept_row(records, lengths)] if records else rows
 
 
 def write_csv(folder: Path, found: dict[str, list[dict]]) -> Path:
     """scores.csv of all suites with scores; found: cells by suite."""
     path = folder / "scores.csv"
-    columns = ("suite", "task", "length", "depth", "samples", "score", "standard_error")
+    columns = ("suite", "task", "length", "depth", "samples", "score", "standard_error", "density")
     with path.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns, restval="")
         writer.writeheader()
@@ -152,6 +174,7 @@ def perplexity_table(results: list[LengthPerplexity], name: str = "perplexity") 
         rows.append([f"from {bucket.begin}", *("-" if b is None else f"{b.perplexity:.3f}" for b in found)])
     rows.append(["all positions", *(f"{result.total.perplexity:.3f}" for result in results)])
     rows.append(["tokens scored", *(str(result.total.tokens) for result in results)])
+    rows.append([KEPT, *(percent(result.density) for result in results)])
     return f"{name} by position\n{align(rows)}"
 
 

@@ -20,20 +20,20 @@ import torch.distributed as dist
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of, check_names
-from mtraining_nns.eval.huggingface import model_folder, usable_device
+from mtraining_nns.eval.huggingface import usable_device
+from mtraining_nns.eval.model_folder import model_folder
+from mtraining_nns.eval.questions import Engine
 from mtraining_nns.ops.config import AttentionConfig
 from mtraining_nns.ops.config import shortest as shortest_of
 
 DENSE = {"pattern": "dense", "layout": "striped"}
 
 
-class RingEngine:
+class RingEngine(Engine):
     """A model on `ranks` processes of this machine, one a GPU, or on CPUs where device is "cpu".
 
     shortest: tokens of the shortest sequence that will be read. Others as for HuggingFaceEngine.
     """
-
-    batch_size = 1
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class RingEngine:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):  # a rank that is gone is found below
                 pipe.send(token_ids.tolist())
-        return torch.tensor(self._answer(), dtype=torch.float32)
+        nll, self.densities = self._answer()
+        return torch.tensor(nll, dtype=torch.float32)
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         """Not what this engine does."""
@@ -136,7 +137,7 @@ def _serve(place: dict, told: dict, pipe) -> None:
         pipe.send(("answer", engine.describe()))
         while True:
             nll = engine.nll(torch.tensor(pipe.recv()))
-            pipe.send(("answer", nll.tolist() if rank == 0 else None))
+            pipe.send(("answer", (nll.tolist(), engine.densities) if rank == 0 else None))
     except EOFError:
         pass  # the parent is gone
     except UserError as error:

@@ -20,7 +20,7 @@ class Sources:
 
     def missing(self, task: dict) -> str | None:
         """The source that a task of ruler.yaml needs and that is not there."""
-        source = task.get("dataset") or ("text" if task.get("haystack") == "text" else None)
+        source = source_of(task)
         return source if source and getattr(self, source) is None else None
 
     @functools.cached_property
@@ -44,6 +44,11 @@ class Sources:
         """The files with their sha256, for a manifest."""
         paths = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         return {name: {"path": path, "sha256": _sha256(Path(path))} for name, path in paths.items() if path}
+
+
+def source_of(task: dict) -> str | None:
+    """The source that a task of ruler.yaml reads: text, squad, hotpotqa or none."""
+    return task.get("dataset") or ("text" if task.get("haystack") == "text" else None)
 
 
 @dataclass(frozen=True)

@@ -46,15 +46,15 @@ class Records:
             self.stream.close()
 
     def _claim(self, manifest: dict) -> None:
-        path, manifest = self.folder / MANIFEST, json.loads(json.dumps(manifest))
-        if not path.is_file():
-            write_json(path, manifest)
+        manifest = json.loads(json.dumps(manifest))
+        if not (self.folder / MANIFEST).is_file():
+            if (self.folder / RECORDS).is_file():
+                raise UserError(
+                    f"{self.folder} holds answers of an unknown run, without {MANIFEST}; give another --out"
+                )
+            write_json(self.folder / MANIFEST, manifest)
             return
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); give another --out, or remove it") from error
-        differing = differences(before, manifest)
+        differing = differences(read_manifest(self.folder), manifest)
         if differing:
             raise UserError(
                 f"{self.folder} holds answers of another run, which differs in {', '.join(differing)}; give another"
@@ -62,11 +62,34 @@ class Records:
             )
 
 
+def read_manifest(folder: Path) -> dict:
+    """manifest.json of a folder; UserError for one that is damaged."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest.keys()
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); give another --out, or remove it") from error
+    return manifest
+
+
 def read_records(folder: Path) -> tuple[dict[str, dict], int]:
-    """(records by id, bytes) of the whole lines of a folder's records.jsonl."""
-    whole = (folder / RECORDS).read_bytes().rpartition(b"\n")[0]
-    records = map(json.loads, filter(None, whole.split(b"\n")))
-    return {record["id"]: record for record in records}, len(whole) + bool(whole)
+    """(records by id, bytes) of the whole lines of a folder's records.jsonl; UserError for one that is no record."""
+    whole, found = (folder / RECORDS).read_bytes().rpartition(b"\n")[0], {}
+    for number, line in enumerate(whole.split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+            if not {"id", "length"} <= record.keys() or not {"score", "buckets"} & record.keys():
+                raise ValueError("it has no id, length and score")
+        except (ValueError, AttributeError) as error:
+            raise UserError(
+                f"{folder / RECORDS}, line {number} is damaged ({error}); remove the line and evaluate again, which"
+                " asks its question alone"
+            ) from error
+        found[record["id"]] = record
+    return found, len(whole) + bool(whole)
 
 
 def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:

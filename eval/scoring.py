@@ -8,6 +8,7 @@ Those of InfiniteBench are in infinitebench_scoring.py.
 """
 
 import re
+import statistics
 
 from mtraining_nns.eval import infinitebench_scoring
 
@@ -42,6 +43,12 @@ def numbers(answer: str, references: list[str]) -> float:
     answer = cleaned(answer)
     found = [re.search(rf"(?<!\d){reference}(?!\d)", answer) is not None for reference in references]
     return sum(found) / len(references)
+
+
+def mean_known(values: list[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 METRICS = {"all": all_of, "any": any_of, "numbers": numbers, **infinitebench_scoring.METRICS}

@@ -17,19 +17,14 @@ import torch
 from mtraining_nns import environment
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of, check_names
-from mtraining_nns.eval.huggingface import (
-    check_length,
-    context_limit,
-    end_tokens,
-    model_folder,
-    weights_dtype,
-)
+from mtraining_nns.eval.model_folder import check_length, context_limit, end_tokens, model_folder, weights_dtype
+from mtraining_nns.eval.questions import Engine
 
 PROVEN = "0.32"  # whose tokens and losses equal HuggingFace's; the plugin builds on its classes
 TOGETHER = 64  # prompts that are asked at once where attention is dense
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """One model folder, loaded. Errors are UserError and name the folder and the fix.
 
     max_tokens: of the longest prompt with what is generated. attention_config, budgets: as for `attention_of`. gpus:

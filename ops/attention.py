@@ -153,6 +153,19 @@ class Operator:
             stats["work"][layer] = index.kept_pairs(starts, layout.seq_len).item()
         return stats
 
+    def density(self) -> float:
+        """Share of the causal pairs of the last sequence that its layers kept: of all ranks, layers and heads.
+
+        Collective; waits for the device.
+        """
+        kept = [
+            index.kept_pairs(layout.block_starts(self.ring.rank, index.device), layout.seq_len)
+            for index, layout in self.last.values()
+        ]
+        index, layout = next(iter(self.last.values()))
+        causal = len(kept) * index.head_count * layout.seq_len * (layout.seq_len + 1) / 2
+        return (sum(self.ring.gather(torch.stack(kept).sum())) / causal).item()
+
     def describe(self, seq_len: int) -> str:
         """What a layer does with a global sequence of this length, and why, in one line."""
         pattern = self.config.pattern

@@ -298,7 +298,9 @@ class RowIndex:
         rows = (seq_len - q_starts.double()).clamp(0, self.block)
         spans = torch.arange(self.mask.shape[-1], device=self.device) * self.span
         earlier = (q_starts[:, None] - spans).clamp(0, self.span)  # tokens of a span before the query block
-        return (self.rows_that_see(rows) * earlier).sum() + self.head_count * (rows * (rows + 1) / 2).sum()
+        heads = (self.heads(slice(n, n + 1)) for n in range(self.mask.shape[1]))  # one at a time: counts take 8 bytes
+        own = self.head_count * (rows * (rows + 1) / 2).sum()
+        return own + sum((head.rows_that_see(rows) * earlier).sum() for head in heads)
 
     def density(self, seq_len: int) -> torch.Tensor:
         """float64 scalar in (0, 1]: kept pairs over causal pairs of this rank's own rows, 0 if all are padding.

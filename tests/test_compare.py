@@ -86,27 +86,45 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, capsys):
 
 def test_the_page_shows_every_cell_and_needs_no_other_file(tmp_path):
     records = {
-        "niah": [{"length": 512, "depth": depth, "score": score} for depth, score in ((0.0, 1.0), (50.0, 0.0))],
-        "ruler": [{"task": "vt", "length": 512, "score": score} for score in (0.2, 0.6)],
+        "niah": [
+            {"length": 512, "depth": depth, "score": score, "density": 0.125}
+            for depth, score in ((0.0, 1.0), (50.0, 0.0))
+        ],
+        "ruler": [{"task": "vt", "length": 512, "score": score, "density": score / 4} for score in (0.2, 0.6)],
         "perplexity": [
-            {"length": 11, "buckets": [{"begin": 1, "end": 11, "tokens": 10, "nll_sum": 10 * np.log(7.0)}]},
+            {
+                "length": 11,
+                "density": None,
+                "buckets": [{"begin": 1, "end": 11, "tokens": 10, "nll_sum": 10 * np.log(7.0)}],
+            },
         ],
     }
     page = html.write(tmp_path, MANIFEST, records, {"ruler": report.notes({"qa_1": "needs <squad>"})}).read_text()
-    for words in ("100.0", "0.0", "40.0", "7.000", "not run: qa_1, needs &lt;squad&gt;", "models/&lt;tiny&gt;"):
+    for words in (
+        "100.0",
+        "0.0",
+        "40.0",
+        "7.000",
+        "12.5 %",
+        "10.0 %",
+        "<td>-</td>",
+        "not run: qa_1, needs &lt;squad&gt;",
+        "models/&lt;tiny&gt;",
+    ):
         assert words in page, words
     assert "hsl(120 70% 80%)" in page and "hsl(0 70% 80%)" in page
     assert not re.search(r"(src|href)=|<script|<tiny>", page)
 
 
 def test_cells_have_their_error(tmp_path):
-    records = [{"task": "vt", "length": 512, "score": score} for score in (0.0, 1.0)] + [
-        {"task": "cwe", "length": 512, "score": 0.5}
+    records = [{"task": "vt", "length": 512, "score": score, "density": score} for score in (0.0, 1.0)] + [
+        {"task": "cwe", "length": 512, "score": 0.5, "density": None}
     ]
     vt, cwe = report.cells(records, "task", "length")
     assert vt["score"] == 50 and vt["standard_error"] == pytest.approx(50) and cwe["standard_error"] is None
     rows = report.write_csv(tmp_path, {"ruler": [vt, cwe]}).read_text().splitlines()
-    assert rows[1].startswith("ruler,vt,512,,2,50.0,50.0") and rows[2] == "ruler,cwe,512,,1,50.0,"
+    assert rows[1].startswith("ruler,vt,512,,2,50.0,50.0") and rows[2] == "ruler,cwe,512,,1,50.0,,"
+    assert rows[1].endswith(",0.5")
     assert json.dumps([vt, cwe])
 
 
@@ -115,7 +133,9 @@ def test_the_heat_map_is_a_picture(tmp_path, capsys, monkeypatch):
     from mtraining_nns.cli.eval import _draw
 
     records = [
-        {"length": length, "depth": depth, "score": depth > 0} for length in (512, 1024) for depth in (0.0, 50.0, 100.0)
+        {"length": length, "depth": depth, "score": depth > 0, "density": 1.0}
+        for length in (512, 1024)
+        for depth in (0.0, 50.0, 100.0)
     ]
     _draw(tmp_path, records)
     assert (tmp_path / "niah.png").read_bytes().startswith(b"\x89PNG") and "niah.png" in capsys.readouterr().out

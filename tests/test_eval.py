@@ -13,6 +13,7 @@ from mtraining_nns.eval import report
 from mtraining_nns.eval.huggingface import TextTokenizer
 from mtraining_nns.eval.niah import NOISE, Niah, NiahConfig, split_sentences
 from mtraining_nns.eval.perplexity import Perplexity, PerplexityConfig, cut_sequences, position_nll, spans, summed
+from mtraining_nns.eval.questions import Engine
 from mtraining_nns.eval.runner import Records, run
 from mtraining_nns.eval.scoring import METRICS, all_of, any_of, numbers
 from mtraining_nns.eval.text import read_source
@@ -25,7 +26,7 @@ def tokenizer():
     return TextTokenizer(byte_tokenizer())
 
 
-class Oracle:
+class Oracle(Engine):
     """Reads the needle out of the prompt."""
 
     def __init__(self, tokenizer):
@@ -36,7 +37,7 @@ class Oracle:
         return self.tokenizer.encode([f" {' '.join(re.findall(r'is ([0-9]{7})[.]', text))}. Next" for text in texts])
 
 
-class Echo:
+class Echo(Engine):
     """Repeats the prompt, needle and all, from `begin` on."""
 
     def __init__(self, begin, end):
@@ -46,7 +47,7 @@ class Echo:
         return [prompt[self.begin : self.end] for prompt in prompts]
 
 
-class Counter:
+class Counter(Engine):
     """Loss 1 at every position but 100 where the token is 7; remembers the windows it was given."""
 
     def __init__(self):
@@ -58,7 +59,6 @@ class Counter:
 
 
 def records_of(engine, suite) -> list[dict]:
-    engine.batch_size = getattr(engine, "batch_size", 1)
     return run([suite], engine, Records(None, {}))[suite.name]
 
 
@@ -181,7 +181,7 @@ def test_every_token_is_scored_once(length, window, stride):
     config = PerplexityConfig(lengths=(length,), window=window, stride=stride)
     scored = [t for span in spans(length, window, stride) for t in range(span.score_from, span.end)]
     assert scored == list(range(1, length))
-    nll = position_nll(engine, ids, config)
+    nll = position_nll(engine, ids, config)[0]
     assert nll.tolist() == [100.0 if position == 7 else 1.0 for position in range(1, length)]
     assert all(len(seen) == window for seen in engine.windows)
     assert len(engine.windows) == 1 + -(-(length - window) // stride)
@@ -206,7 +206,7 @@ def test_means_are_weighted_by_token():
     ]
     assert result.total.tokens == 1998 and result.total.nll == (510 * 100 + 1488) / 1998
     table = report.perplexity_table([result])
-    assert len(table.splitlines()) == 2 + 3 + 2 and "1998" in table
+    assert len(table.splitlines()) == 2 + 3 + 3 and "1998" in table
 
 
 class Killed(Exception):
@@ -257,7 +257,7 @@ def test_what_perplexity_refuses():
         with pytest.raises(UserError):
             PerplexityConfig(lengths=(100,), **settings)
 
-    class Broken:
+    class Broken(Engine):
         def nll(self, token_ids):
             return torch.tensor([0.0, float("nan")])
 

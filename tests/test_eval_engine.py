@@ -122,9 +122,9 @@ def test_logits_of_the_whole_sequence_never_exist(dense, monkeypatch):
 
 def test_window_perplexity_of_a_model(dense, plain):
     ids = tokens(300)
-    whole = position_nll(dense, ids, PerplexityConfig(lengths=(300,)))
-    assert torch.equal(whole, position_nll(dense, ids, PerplexityConfig(lengths=(300,), window=300, stride=10)))
-    windowed = position_nll(dense, ids, PerplexityConfig(lengths=(300,), window=100, stride=40))
+    whole = position_nll(dense, ids, PerplexityConfig(lengths=(300,)))[0]
+    assert torch.equal(whole, position_nll(dense, ids, PerplexityConfig(lengths=(300,), window=300, stride=10))[0])
+    windowed = position_nll(dense, ids, PerplexityConfig(lengths=(300,), window=100, stride=40))[0]
     torch.testing.assert_close(windowed[:99], whole[:99])
     torch.testing.assert_close(windowed[99:139], full_nll(plain, ids[40:140])[-40:])  # the second window's last 40
 
@@ -249,8 +249,8 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys, attention):
         ("--lengths 300 --suite ruler", "ruler niah_single_1: length 300 cannot hold"),
         ("--lengths 2k --suite ruler --tasks qa_1 --squad none.json", "none.json cannot be read"),
         ("--lengths 1k --prompt chat", "no chat template; use --prompt base"),
-        ("--lengths 1k --attention-config p_v", "key=value"),
-        ("--lengths 1k --attention-config p_v=0.5", "changes are for"),
+        ("--lengths 1k --attention mtraining --attention-config p_v", "key=value"),
+        ("--lengths 1k --attention-config p_v=0.5", "--attention-config is for --attention mtraining or minference or"),
         ("--lengths 1k --text missing", "does not exist"),
         ("--lengths 1k --out /dev/null/out", "results folder /dev/null/out cannot be made"),
         ("--lengths 1k --attention mtraining", "mtraining.json does not exist"),
@@ -287,12 +287,12 @@ def test_methods_of_attention_by_name(folder, dense, tmp_path, capsys):
     assert all(1 <= columns < 1000 and 1 <= bins < 16 for heads in found for columns, bins in heads)
     ids = tokens(1000)
     methods = {
-        "minference": ({"budgets": budgets}, {"local": 4096}),
-        "flexprefill": ({}, {"threshold": 1.0}),
+        "minference": ({"budgets": budgets}, {}, {"local": 4096}),
+        "flexprefill": ({}, {"threshold": 0.3}, {"threshold": 1.0}),
     }
-    for name, (given, all_of_them) in methods.items():
+    for name, (given, few, all_of_them) in methods.items():
         small = {"block": 64, "sinks": 4, "local": 64}
-        sparse = HuggingFaceEngine(folder, name, {**small, "threshold": 0.3}, device="cpu", **given)
+        sparse = HuggingFaceEngine(folder, name, {**small, **few}, device="cpu", **given)
         assert not torch.allclose(sparse.nll(ids), dense.nll(ids), atol=1e-3)
         whole = HuggingFaceEngine(folder, name, {**small, **all_of_them}, device="cpu", **given)
         torch.testing.assert_close(whole.nll(ids), dense.nll(ids), rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from mtraining_nns.eval.huggingface import TextTokenizer
 from mtraining_nns.eval.infinitebench_rows import read
 from mtraining_nns.eval.niah import Niah, NiahConfig
 from mtraining_nns.eval.perplexity import Perplexity, PerplexityConfig
+from mtraining_nns.eval.questions import Engine
 from mtraining_nns.eval.ruler import Ruler, RulerConfig
 from mtraining_nns.eval.ruler_sources import Sources
 from mtraining_nns.eval.runner import Records, run
@@ -53,7 +54,7 @@ def test_answers_of_other_weights_or_another_tokenizer_are_not_gone_on_with(fold
 
 
 def test_each_sequence_is_kept_once_it_is_read(tmp_path):
-    class Ends:
+    class Ends(Engine):
         batch_size, left = 8, 2
 
         def nll(self, token_ids):
@@ -84,6 +85,71 @@ def test_any_text_is_a_record(tmp_path):
     (tmp_path / "a" / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest.json is damaged"):
         Records(tmp_path / "a", {"tasks": {}})
+
+
+RECORD = json.dumps({"id": "niah/1/0/0", "length": 1, "score": 1.0}).encode()
+
+
+@pytest.mark.parametrize(
+    "line", [b"garbage", b"[]", b"3", b"{}", b"\xff\xfe", b"\0", b'{"id": "niah/1/0/1"}', b'{"length": 1, "score": 1}']
+)
+def test_a_damaged_answer_is_named_and_not_counted(tmp_path, line):
+    """In the middle of a file, where no kill of this program leaves it; a blank line is none."""
+    Records(tmp_path, {"tasks": {}}).close()
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(RECORD + b"\n\n" + line + b"\n" + RECORD + b"\n")
+    for read in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
+        with pytest.raises(UserError, match=r"records.jsonl, line 3 is damaged .* remove the line and evaluate again"):
+            read()
+    path.write_bytes(RECORD + b"\n\n" + RECORD + b"\n")
+    assert list(Records(tmp_path, {"tasks": {}}).found) == ["niah/1/0/0"]
+
+
+def test_answers_without_a_manifest_are_of_no_known_run(tmp_path):
+    (tmp_path / "records.jsonl").write_bytes(RECORD + b"\n")
+    with pytest.raises(UserError, match="holds answers of an unknown run, without manifest.json"):
+        Records(tmp_path, {"tasks": {}})
+    assert (tmp_path / "records.jsonl").read_bytes() == RECORD + b"\n"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", ""])
+def test_a_manifest_that_is_none_is_one_line(tmp_path, text):
+    (tmp_path / "records.jsonl").write_bytes(RECORD + b"\n")
+    (tmp_path / "manifest.json").write_text(text)
+    for read in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
+        with pytest.raises(UserError, match="manifest.json is damaged"):
+            read()
+
+
+CONFIGS = {
+    "config.json": {
+        "{": "not a valid JSON",
+        "[]": "model_type",
+        '{"model_type": "none"}': "does not recognize this architecture",
+        '{"model_type": "llama", "hidden_size": "x"}': "hidden_size",
+        '{"model_type": "t5"}': "T5Config",
+    },
+    "generation_config.json": {
+        "{": "not a valid JSON",
+        "[1]": "cannot be loaded",
+        '{"eos_token_id": "x"}': "states the eos_token_id 'x', expected token ids",
+        '{"eos_token_id": [1, "x"]}': "expected token ids",
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in CONFIGS.items() for text in texts])
+def test_a_damaged_model_folder_is_one_line(folder, capsys, name, text):
+    (folder / name).write_text(text)
+    error = fails(capsys, "--model", folder, "--lengths", "1k", "--device", "cpu")
+    assert CONFIGS[name][text] in error and len(error) < 450
+
+
+def test_weights_of_another_shape_are_named(folder, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    error = fails(capsys, "--model", folder, "--lengths", "1k", "--device", "cpu")
+    assert "lacks 2 weights, first lm_head.weight" in error
 
 
 def test_every_length_is_checked_and_the_least_is_right(tokenizer):

@@ -14,6 +14,7 @@ from mtraining_nns.eval.compare import compare
 from mtraining_nns.eval.huggingface import TextTokenizer
 from mtraining_nns.eval.infinitebench import InfiniteBench, InfiniteBenchConfig
 from mtraining_nns.eval.infinitebench_rows import tables
+from mtraining_nns.eval.questions import Engine
 from mtraining_nns.eval.runner import Records, run
 from mtraining_nns.eval.scoring import METRICS
 
@@ -101,7 +102,7 @@ def suite_of(tokenizer, folder, **settings) -> InfiniteBench:
     return suite
 
 
-class Telling:
+class Telling(Engine):
     """Answers every question of a task alike."""
 
     batch_size = 3
@@ -114,7 +115,7 @@ class Telling:
         return [self.answers[tuple(prompt)] for prompt in prompts]
 
 
-class Echo:
+class Echo(Engine):
     """The beginning or the end of the prompt, as much as may be generated."""
 
     batch_size = 2
@@ -220,10 +221,11 @@ def test_what_is_not_run_and_not_asked_is_said_and_not_scored(tokenizer, files, 
         ["passkey", *"100.0 (1) 100.0 (1)".split()],
         ["code_run", *"100.0 +- 0.0 (2) -".split()],
     ]
-    assert lines[4:] == report.notes(*missing) and lines[5].startswith("not asked: math_calc, 3 of 3 are longer than")
+    assert lines[4].split() == [*"kept by prefill - -".split()]
+    assert lines[5:] == report.notes(*missing) and lines[6].startswith("not asked: math_calc, 3 of 3 are longer than")
     manifest = {"model": "m", "engine": "e", "attention": "dense", "dtype": "f", "device": "cpu", "versions": {}}
-    page = html.write(tmp_path, manifest, {"infinitebench": records}, {"infinitebench": lines[4:]}).read_text()
-    assert "<td>-</td>" in page and "100.0 <small>(2)</small>" in page and all(line in page for line in lines[4:])
+    page = html.write(tmp_path, manifest, {"infinitebench": records}, {"infinitebench": lines[5:]}).read_text()
+    assert "<td>-</td>" in page and "100.0 <small>(2)</small>" in page and all(line in page for line in lines[5:])
 
 
 def test_metrics_by_hand():

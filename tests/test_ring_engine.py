@@ -29,6 +29,7 @@ def test_two_ranks_are_one(folder, attention):
         for length in (301, 1000):
             ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length))
             torch.testing.assert_close(ring.nll(ids), alone.nll(ids), rtol=1e-5, atol=1e-5)
+            assert ring.densities == pytest.approx(alone.densities, abs=2e-6)
         assert ring.describe()["ranks"] == 2 and ring.describe()["attention"] == attention
         with pytest.raises(UserError, match="perplexity alone"):
             ring.generate([[1]], 1)

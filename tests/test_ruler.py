@@ -12,6 +12,7 @@ from mtraining_nns.data.tokenizer import train_bpe
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval import report, ruler_tasks, words
 from mtraining_nns.eval.huggingface import TextTokenizer
+from mtraining_nns.eval.questions import Engine
 from mtraining_nns.eval.ruler import Ruler, RulerConfig
 from mtraining_nns.eval.ruler_sources import Sources
 from mtraining_nns.eval.runner import Records, run
@@ -65,7 +66,7 @@ def suite_of(tokenizer, sources, **settings) -> Ruler:
     return Ruler(RulerConfig(**{"lengths": (3072,), "samples": 2, **settings}), tokenizer, sources)
 
 
-class Knowing:
+class Knowing(Engine):
     """Answers each question with some of its references."""
 
     batch_size = 3
@@ -82,7 +83,7 @@ class Knowing:
         return self.tokenizer.encode([" " + ", ".join(self.answers[tuple(prompt)]) + "." for prompt in prompts])
 
 
-class Echo:
+class Echo(Engine):
     """The question again."""
 
     batch_size = 2

@@ -18,9 +18,30 @@ import argparse
 import sys
 
 from mtraining_nns.cli.eval_suites import READING, SUITES, chosen_names
+from mtraining_nns.cli.words import parse_list
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import ATTENTIONS
 
+SPARSE = tuple(name for name in ATTENTIONS if name != "dense")
+READ_BY = {  # an option and the option, with its values, that reads it
+    "seed": ("suite", ("niah", "ruler")),
+    "prompt": ("suite", ("niah", "ruler", "infinitebench")),
+    "tasks": ("suite", ("ruler", "infinitebench")),
+    "depths": ("suite", ("niah",)),
+    "needles": ("suite", ("niah",)),
+    "max_new_tokens": ("suite", ("niah",)),
+    "window": ("suite", ("perplexity", "pg19")),
+    "stride": ("suite", ("perplexity", "pg19")),
+    "text": ("suite", ("niah", "ruler", "perplexity")),
+    "squad": ("suite", ("ruler",)),
+    "hotpotqa": ("suite", ("ruler",)),
+    "pg19": ("suite", ("pg19",)),
+    "infinitebench": ("suite", ("infinitebench",)),
+    "device": ("engine", ("hf",)),
+    "attention_config": ("attention", SPARSE),
+    "budgets": ("attention", ("minference",)),
+}
+DEFAULTS = {"seed": 0, "prompt": "base", "depths": "0,25,50,75,100", "needles": 1, "max_new_tokens": 32}
 LEAST_BYTES = 1 << 24  # text read whatever the lengths, so that other lengths ask the same questions
 BYTES_PER_TOKEN = 16  # text read for a token of the longest request; tokenizers make 3 to 5 bytes of text a token
 
@@ -33,12 +54,12 @@ def add_parser(subparsers) -> None:
     add("--suite", default="niah", metavar="LIST", help=f"of {', '.join(SUITES)} (default niah)")
     add("--lengths", required=True, metavar="LIST", help="tokens, such as 1k,4k,128k")
     add("--samples", type=int, metavar="N", help="of each cell (default: ruler 20, infinitebench all, the others 1)")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts (default 0)")
-    add("--prompt", choices=("base", "chat"), default="base", help="plain text, or the tokenizer's chat template")
+    add("--seed", type=int, metavar="N", help="of prompts (default 0)")
+    add("--prompt", choices=("base", "chat"), help="plain text (default), or the tokenizer's chat template")
     add("--tasks", metavar="LIST", help="ruler, infinitebench: some of their tasks (default: all)")
-    add("--depths", default="0,25,50,75,100", metavar="LIST", help="niah: needle depths in percent")
-    add("--needles", type=int, default=1, metavar="N", help="niah: needles in a prompt, all asked for (default 1)")
-    add("--max-new-tokens", type=int, default=32, metavar="N", help="niah: generation budget (default 32)")
+    add("--depths", metavar="LIST", help="niah: needle depths in percent (default 0,25,50,75,100)")
+    add("--needles", type=int, metavar="N", help="niah: needles in a prompt, all asked for (default 1)")
+    add("--max-new-tokens", type=int, metavar="N", help="niah: generation budget (default 32)")
     add("--window", metavar="N", help="perplexity: tokens read at once (default: the whole sequence)")
     add("--stride", metavar="N", help="perplexity: tokens scored per further window (default: half the window)")
     add("--text", metavar="PATH", help="text to read: a file, a folder, or a prepared data folder")
@@ -49,7 +70,7 @@ def add_parser(subparsers) -> None:
     add("--engine", choices=("hf", "vllm"), default="hf", help="HuggingFace transformers, or vLLM (default hf)")
     add("--gpus", type=int, default=1, metavar="N", help="vllm: share the model; hf: share each sequence (default 1)")
     add("--attention", choices=ATTENTIONS, default="dense", help="how prompts are read (default dense)")
-    add("--attention-config", nargs="+", default=[], metavar="K=V", help="changes to a sparse attention's settings")
+    add("--attention-config", nargs="+", metavar="K=V", help="changes to a sparse attention's settings")
     add("--budgets", metavar="FILE", help="minference: what mtraining record --budgets wrote")
     add("--out", metavar="DIR", help="where answers and results go (default: tables only)")
     add("--device", metavar="NAME", help="cpu or cuda (default: cuda if there is one)")
@@ -59,6 +80,7 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the request, load the model, ask what is missing, print tables and write results."""
     names = chosen_names(args.suite)
+    check_options(args)
     if args.gpus < 1:
         raise UserError(f"--gpus must be at least 1, got {args.gpus}")
     if args.engine == "hf" and args.gpus != 1 and not set(names) <= READING:
@@ -66,15 +88,15 @@ def run(args: argparse.Namespace) -> int:
             f"--gpus {args.gpus} with --engine hf shares sequences for {' and '.join(sorted(READING))} alone, got"
             f" --suite {args.suite}; use --engine vllm"
         )
-    overrides = parse_overrides(args.attention_config)
+    overrides = parse_overrides(args.attention_config or [])
     # Imported here because torch and transformers take seconds and other verbs need none of it.
-    from mtraining_nns.eval import html, huggingface, report, runner
+    from mtraining_nns.eval import html, huggingface, model_folder, report, runner
     from mtraining_nns.eval.text import read_source
 
-    limit = huggingface.context_limit(args.model)
+    limit = model_folder.context_limit(args.model)
     configs = {name: SUITES[name].configure(args) for name in names}
     reach = max(SUITES[name].reach(config) for name, config in configs.items())
-    huggingface.check_length(reach, limit, args.model)
+    model_folder.check_length(reach, limit, args.model)
     tokenizer = huggingface.load_tokenizer(args.model)
     text = None
     if args.text is not None:
@@ -108,6 +130,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """UserError for an option that nothing of the request reads; fills in the defaults of the others."""
+    for name, (reader, values) in READ_BY.items():
+        chosen = getattr(args, reader)
+        if getattr(args, name) is not None and not set(parse_list(f"--{reader}", chosen, str)) & set(values):
+            raise UserError(
+                f"--{name.replace('_', '-')} is for --{reader} {' or '.join(values)}, got --{reader} {chosen};"
+                " leave it out"
+            )
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def _draw(out, records: list[dict]) -> None:
     from mtraining_nns.eval import plots
 
@@ -123,8 +159,6 @@ def _engine(args, overrides: dict | None, reach: int, shortest: int):
     if args.engine == "vllm":
         from mtraining_nns.eval.vllm import VllmEngine
 
-        if args.device is not None:
-            raise UserError(f"--device is for --engine hf, vLLM takes the device it was built for, got {args.device}")
         return VllmEngine(args.model, max_tokens=reach, gpus=args.gpus, **attention)
     if args.gpus > 1:
         from mtraining_nns.eval.ring_engine import RingEngine
@@ -144,6 +178,8 @@ def parse_overrides(words: list[str]) -> dict:
         key, equals, value = word.partition("=")
         if not key or not equals:
             raise UserError(f"--attention-config takes key=value, got {word!r}; give e.g. p_v=0.9")
+        if key in fields:
+            raise UserError(f"--attention-config sets {key} twice; give it once")
         try:
             fields[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:

@@ -69,14 +69,22 @@ class Ruler(_Prompts):
     @staticmethod
     def configure(args):
         from mtraining_nns.eval.ruler import RulerConfig
+        from mtraining_nns.eval.ruler_sources import source_of
+        from mtraining_nns.eval.ruler_tasks import tables
 
-        return RulerConfig(
+        config = RulerConfig(
             lengths=parse_list("--lengths", args.lengths, parse_length),
             tasks=_tasks(args, "ruler"),
             samples=20 if args.samples is None else args.samples,
             seed=args.seed,
             chat=args.prompt == "chat",
         )
+        read = {source_of(tables()["tasks"][task]) for task in config.tasks}
+        read |= {"text"} if {"niah", "perplexity"} & set(chosen_names(args.suite)) else set()
+        for source in {"text", "squad", "hotpotqa"} - read:
+            if getattr(args, source) is not None:
+                raise UserError(f"--{source} is for other tasks of ruler than --tasks {args.tasks}; leave it out")
+        return config
 
     def __init__(self, config, tokenizer, text, args):
         from mtraining_nns.eval import report, ruler, ruler_sources, ruler_tasks
