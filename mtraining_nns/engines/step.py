@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from mtraining_nns import hf
+from mtraining_nns import hf, signals
 from mtraining_nns.engines.world import World
 from mtraining_nns.loss import IGNORE
 from mtraining_nns.model import CausalLMLoss, recompute_layers
@@ -46,10 +46,11 @@ class NotFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss per valid token of the global batch, and the gradient norm before clipping."""
+    """Loss per valid token of the global batch, the gradient norm before clipping, the signal that asks for the end."""
 
     loss: float
     grad_norm: float
+    stop: str = ""
 
 
 def train_step(model: CausalLMLoss, optimizer, batches: list[dict], world: World, *, recipe, step: int) -> StepResult:
@@ -66,7 +67,10 @@ def train_step(model: CausalLMLoss, optimizer, batches: list[dict], world: World
             loss = model(**batch)
             (loss / valid).backward()
             total += loss.detach()
-    result = StepResult((world.sum(total) / valid).item(), clip_gradients(model, recipe.train.clip))
+    sums = world.sum(torch.stack([total, *(total.new_full((), flag) for flag in signals.asked())]))
+    norm = clip_gradients(model, recipe.train.clip)
+    loss, *stops = torch.cat([sums[:1] / valid, sums[1:]]).tolist()
+    result = StepResult(loss, norm, signals.name(stops))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         raise NotFinite(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}")
     optimizer.step()

@@ -11,8 +11,9 @@ import os
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 
-from mtraining_nns import checkpoint, hf
+from mtraining_nns import checkpoint, hf, signals
 from mtraining_nns.checkpoint import State
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.feed import Feed
@@ -37,10 +38,12 @@ def train(recipe: Recipe) -> dict:
     with start(recipe.parallel) as world:
         run = Run.build(recipe, world)
         first = run.first_step
+        run.stop_before(first)
         for step in range(first, recipe.train.steps):
             run.step(step)
             if step == first:
                 settle(world, recipe.parallel)
+        signals.all_is_saved("all steps are done and saved, the same command evaluates and exports")
         found = run.finish()
     if world.rank == 0:
         finish(recipe, checkpoint.latest_complete(recipe.checkpoint.dir), found)
@@ -107,12 +110,28 @@ class Run:
         self.losses.append(result.loss)
         if done % recipe.log.every == 0 or final or step == 0:
             self.report(step, result)
-        if recipe.log.eval_every and done % recipe.log.eval_every == 0 and not final:
+        between = not (final or result.stop)
+        if between and recipe.log.eval_every and done % recipe.log.eval_every == 0:
             self.evaluate(done)
-        if self.needles and done % recipe.log.niah_every == 0 and not final:
+        if between and self.needles and done % recipe.log.niah_every == 0:
             self.find_needles(done)
-        if final or (recipe.checkpoint.every and done % recipe.checkpoint.every == 0):
+        if not between or (recipe.checkpoint.every and done % recipe.checkpoint.every == 0):
             self.save(done)
+        if result.stop:
+            self.leave(f"stopped by {result.stop} after step {done}/{recipe.train.steps}; the same command goes on")
+
+    def stop_before(self, step: int) -> None:
+        """End a run that was asked to while it was built. Collective."""
+        counts = self.world.sum(torch.tensor(signals.asked(), device=self.world.device)).tolist()
+        if signals.name(counts):
+            self.leave(f"stopped by {signals.name(counts)} before step {step + 1}, no step was made")
+
+    def leave(self, farewell: str) -> None:
+        """Stopped on all ranks, once rank 0 has said why. Collective."""
+        self.log.close()
+        self.world.say(farewell)
+        dist.barrier()
+        raise signals.Stopped(farewell)
 
     def report(self, step: int, result: StepResult) -> None:
         """Progress line and scalars of a step. Collective."""
