@@ -2,8 +2,8 @@
 
     mtraining train RECIPE --nproc N        parent: recipe checked, then N x `python -m mtraining_nns.train RECIPE`
 
-The parent stays to pass signals on (`signals.py`) and to say once what went wrong. Rank 0 writes to the console, the other ranks to
-files under `checkpoint.dir/logs`. Several machines are torchrun's work, not this file's:
+The parent stays to pass signals on (`signals.py`) and to say once what went wrong. Rank 0 writes to the console, the
+other ranks to files under `checkpoint.dir/logs`. Several machines are torchrun's work, not this file's:
 
     torchrun --nnodes 4 --nproc-per-node 8 ... -m mtraining_nns.train RECIPE
 """

@@ -13,15 +13,18 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from nnscaler.cli.train_hook import TrainHook
 from nnscaler.cli.trainer_args import AggregatedOutputs
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states
+from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states, signals
 from mtraining_nns import nnscaler_held_out as held_out
 from mtraining_nns.data.dataset import PackedDataset, sample_ids
+from mtraining_nns.data.guard import told
 from mtraining_nns.data.store import read_manifest
+from mtraining_nns.engines import faults
 from mtraining_nns.engines.feed import check_same_tokens
 from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
@@ -182,6 +185,16 @@ class RecipeHook(TrainHook):
         state["mtraining"] = json.dumps(vars(self.progress))
         self.unmarked = trainer.train_status.finished_train_steps
 
+    def on_train_start(self, trainer) -> None:
+        """A run that was asked to stop while it was built makes no step."""
+        if name := signals.name(self.world.sum(self.world.asked()).tolist()):
+            done = trainer.train_status.finished_train_steps
+            self._leave(f"stopped by {name} before step {done + 1}, no step was made")
+
+    def on_expire_checkpoint(self, trainer, step, checkpoint_dir) -> None:
+        """The checkpoint that takes the place of an old one is complete."""
+        self._mark(trainer)
+
     def on_step_start(self, trainer, epoch, index) -> None:
         """A save that came before is complete."""
         self._mark(trainer)
@@ -195,18 +208,22 @@ class RecipeHook(TrainHook):
             check_same_tokens(torch.cat([batch["input_ids"] for batch in batches]), self.world, step)
 
     def after_aggregate_train_step_outputs(self, trainer, outputs, loss: float) -> None:
-        """Loss a token of the step."""
-        self.loss = loss
+        """Loss a token of the step; which ranks were asked to stop is read with the norm."""
+        self.loss, self.asked = loss, self.world.sum(self.world.asked())
 
     def after_gnorm_clip(self, trainer, norm) -> None:
         """Before the update: a step that is not finite ends the run on every rank."""
-        step, norm = trainer.train_status.finished_train_steps, norm.item()
+        norm, *counts = torch.cat([norm.float().view(1), self.asked]).tolist()
+        self.stop = signals.name(counts)
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
-            data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
-            ids = sample_ids(step, len(data), self.recipe.batch, self.recipe.data.seed)
-            raise NotFinite(
-                f"step {step}: loss {self.loss}, gradient norm {norm}, samples {ids} of {self.recipe.data.path}"
-            )
+            step = trainer.train_status.finished_train_steps
+            first = nnscaler_states.named(trainer.model)  # gradients as they are: the optimizer scales them in its step
+            place = faults.first_weight(first, self.world) or faults.first_gradient(first, self.world)
+            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {self._told(step)}; {place}")
+
+    def _told(self, step: int) -> str:
+        data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
+        return told(data, sample_ids(step, len(data), self.recipe.batch, self.recipe.data.seed))
 
     def after_optimizer_step(self, trainer) -> None:
         """Memory before the trainer sets its peak back."""
@@ -223,12 +240,27 @@ class RecipeHook(TrainHook):
             self._say(
                 done, step_values(loss=self.loss, grad_norm=metrics["gnorm"], lr=lr, world=self.world, **measured)
             )
+        if self.stop:
+            trainer.max_train_steps = done  # the trainer saves after its last step
+            return
         if self.recipe.data.eval_path and (done == train.steps or (log.eval_every and done % log.eval_every == 0)):
             self._say(
                 done, {f"eval/loss_{name}": loss for name, loss in held_out.evaluate(trainer, self.place).items()}
             )
         if self.needles and (done == train.steps or done % log.niah_every == 0):
             self._say(done, held_out.find_needles(trainer, self.place, self.needles))
+
+    def on_epoch_end(self, trainer, epoch) -> None:
+        """After the save of a run that was asked to stop."""
+        if self.stop:
+            self._mark(trainer)
+            done, steps = trainer.train_status.finished_train_steps, self.recipe.train.steps
+            self._leave(f"stopped by {self.stop} after step {done}/{steps}; the same command goes on")
+
+    def _leave(self, farewell: str) -> None:
+        self.world.say(farewell)
+        dist.barrier()
+        raise signals.Stopped(farewell)
 
     def on_train_end(self, trainer) -> None:
         """The last save is complete."""

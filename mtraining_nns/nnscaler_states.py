@@ -50,6 +50,11 @@ def run_folder(path: str) -> str:
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(path))))
 
 
+def named(model) -> list[tuple]:
+    """(name in the causal LM, parameter) of nnScaler's generated module, in the order of its graph."""
+    return [(model.fullmap[key].orig_name.removeprefix(PREFIX), p) for key, p in model.named_parameters()]
+
+
 def merged_weights(path: str) -> dict:
     """Tensors of the causal LM by name, on the CPU, from all ranks' files of a checkpoint."""
     if fault := nnscaler_fault():

@@ -3,8 +3,8 @@
     SIGTERM or SIGUSR1      the step ends on all ranks, a checkpoint is saved, every worker leaves with exit code 75
     one more, 3 s later     the process ends at once, with exit code 128 + signal
 
-One request may reach a worker twice, from a scheduler and from its launcher, so what follows within 3 s is the same one.
-Loads no torch: the launcher passes signals on with it.
+One request may reach a worker twice, from a scheduler and from its launcher: what follows within 3 s is the same one.
+Loads no torch, for the launcher passes signals on with it.
 """
 
 import contextlib

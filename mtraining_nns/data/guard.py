@@ -19,3 +19,9 @@ def batch_fingerprint(global_tokens: torch.Tensor) -> int:
     digest = hashlib.blake2b(repr(tuple(tokens.shape)).encode(), digest_size=8)
     digest.update(tokens.numpy().data)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def told(dataset, ids: list[int]) -> str:
+    """What a step reads, for a message: samples of a PackedDataset and the hash of their tokens [samples, S]."""
+    value = batch_fingerprint(torch.stack([dataset[i] for i in ids]))
+    return f"samples {ids} of {dataset.path}, batch {value % 2**64:016x}"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nnscaler.cli.trainer import Trainer
 
 from mtraining_nns import nnscaler_parts as parts
-from mtraining_nns import nnscaler_states
+from mtraining_nns import nnscaler_states, signals
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.held_out import check_held_out
 from mtraining_nns.environment import Process
@@ -34,11 +34,16 @@ def train(recipe: Recipe) -> dict:
     trainer = Trainer(train_args=trainer_args(recipe, path, resume=resume))
     try:
         trainer.run()
+    except signals.Stopped:
+        parts.leave()
+        dist.destroy_process_group()
+        raise
     except RuntimeError as error:
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from error
         raise
+    signals.all_is_saved("all steps are done and saved, the same command exports")
     progress, meter = _hook(trainer).progress, _hook(trainer).meter
     found = summary(progress.losses, progress.values, world=process.world, tokens_per_step=meter.tokens_per_step)
     parts.leave()

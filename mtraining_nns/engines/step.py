@@ -67,7 +67,7 @@ def train_step(model: CausalLMLoss, optimizer, batches: list[dict], world: World
             loss = model(**batch)
             (loss / valid).backward()
             total += loss.detach()
-    sums = world.sum(torch.stack([total, *(total.new_full((), flag) for flag in signals.asked())]))
+    sums = world.sum(torch.cat([total[None], world.asked()]))
     norm = clip_gradients(model, recipe.train.clip)
     loss, *stops = torch.cat([sums[:1] / valid, sums[1:]]).tolist()
     result = StepResult(loss, norm, signals.name(stops))

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from mtraining_nns import checkpoint, hf, signals
 from mtraining_nns.checkpoint import State
+from mtraining_nns.data.guard import told
 from mtraining_nns.data.store import read_manifest
+from mtraining_nns.engines import faults
 from mtraining_nns.engines.feed import Feed
 from mtraining_nns.engines.held_out import check_held_out, evaluate, find_needles
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
@@ -101,12 +103,12 @@ class Run:
         recipe, done, final = self.recipe, step + 1, step + 1 == self.recipe.train.steps
         set_learning_rate(self.state.optimizer, learning_rate(step, recipe.train))
         with self.meter:
+            batches = self.feed.batches(step)
             try:
-                result = train_step(
-                    self.model, self.state.optimizer, self.feed.batches(step), self.world, recipe=recipe, step=step
-                )
+                result = train_step(self.model, self.state.optimizer, batches, self.world, recipe=recipe, step=step)
             except NotFinite as error:
-                raise NotFinite(f"{error}, samples {self.feed.ids(step)} of {recipe.data.path}") from error
+                first = faults.first_not_finite(self.model, batches, self.world, recipe=recipe, step=step)
+                raise NotFinite(f"{error}, {told(self.feed.dataset, self.feed.ids(step))}; {first}") from error
         self.losses.append(result.loss)
         if done % recipe.log.every == 0 or final or step == 0:
             self.report(step, result)
@@ -122,7 +124,7 @@ class Run:
 
     def stop_before(self, step: int) -> None:
         """End a run that was asked to while it was built. Collective."""
-        counts = self.world.sum(torch.tensor(signals.asked(), device=self.world.device)).tolist()
+        counts = self.world.sum(self.world.asked()).tolist()
         if signals.name(counts):
             self.leave(f"stopped by {signals.name(counts)} before step {step + 1}, no step was made")
 

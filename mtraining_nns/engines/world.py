@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mtraining_nns import failure
+from mtraining_nns import failure, signals
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.layout import Layout
@@ -46,6 +46,10 @@ class World:
         """Largest value over all ranks, in place."""
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x
+
+    def asked(self) -> torch.Tensor:
+        """1 at the signal that asked this rank to stop, fp32 [signals.SIGNALS]; made without waiting for the device."""
+        return torch.stack([torch.full((), flag, device=self.device) for flag in signals.asked()])
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
