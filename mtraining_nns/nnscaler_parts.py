@@ -19,12 +19,13 @@ from nnscaler.cli.trainer_args import AggregatedOutputs
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states, signals
+from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states, signals, spikes
 from mtraining_nns import nnscaler_held_out as held_out
 from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.guard import told
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines import faults
+from mtraining_nns.engines.batch_log import BatchLog
 from mtraining_nns.engines.feed import check_same_tokens
 from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, start
@@ -158,7 +159,7 @@ class RecipeHook(TrainHook):
     def __init__(self, args: dict):
         self.recipe = Recipe.load(args["recipe"])
         self.progress, self.unmarked, self.loss, self.peak_bytes = Progress(), None, None, 0
-        self.needles = needles(self.recipe) if self.recipe.log.niah_every else []
+        self.needles, self.stop = needles(self.recipe) if self.recipe.log.niah_every else [], ""
 
     def after_setup(self, trainer) -> None:
         """Open the log; the trainer has read its checkpoint."""
@@ -167,6 +168,7 @@ class RecipeHook(TrainHook):
         first = len(self.progress.losses)
         self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
         self.meter = Meter(self.recipe.batch * train.seq_len)
+        self.batch_log = BatchLog(self.recipe.checkpoint.dir, self.world) if self.recipe.log.batches else None
         self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
         if self.world.rank == 0:
             keep_tokenizer(self.recipe)
@@ -202,9 +204,11 @@ class RecipeHook(TrainHook):
 
     def on_train_step_start(self, trainer, batches) -> None:
         """The ranks of a ring read the same tokens."""
+        step = trainer.train_status.finished_train_steps
+        if self.batch_log is not None:
+            self.batch_log.add(step, self._ids(step)[1], [batch["input_ids"] for batch in batches])
         if self.guarded > 0:
             self.guarded -= 1
-            step = trainer.train_status.finished_train_steps
             check_same_tokens(torch.cat([batch["input_ids"] for batch in batches]), self.world, step)
 
     def after_aggregate_train_step_outputs(self, trainer, outputs, loss: float) -> None:
@@ -219,11 +223,17 @@ class RecipeHook(TrainHook):
             step = trainer.train_status.finished_train_steps
             first = nnscaler_states.named(trainer.model)  # gradients as they are: the optimizer scales them in its step
             place = faults.first_weight(first, self.world) or faults.first_gradient(first, self.world)
-            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {self._told(step)}; {place}")
+            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {told(*self._ids(step))}; {place}")
 
-    def _told(self, step: int) -> str:
+    def _ids(self, step: int) -> tuple[PackedDataset, list[int]]:
         data = PackedDataset(self.recipe.data.path, self.recipe.train.seq_len)
-        return told(data, sample_ids(step, len(data), self.recipe.batch, self.recipe.data.seed))
+        return data, sample_ids(step, len(data), self.recipe.batch, self.recipe.data.seed)
+
+    def _spike(self, step: int, norm: float) -> None:
+        found = spikes.limit(self.progress.losses, self.recipe.log)
+        if self.world.rank == 0 and found is not None and self.loss > found[1]:
+            self.world.say(f"step {step}: {spikes.told(self.loss, norm, found, told(*self._ids(step - 1)))}")
+            self.log.write(step, {"train/loss_spike": self.loss / found[0]})
 
     def after_optimizer_step(self, trainer) -> None:
         """Memory before the trainer sets its peak back."""
@@ -233,6 +243,7 @@ class RecipeHook(TrainHook):
         """Scalars and the progress line, held-out losses."""
         self.meter.__exit__()
         done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
+        self._spike(done, metrics["gnorm"])
         self.progress.losses.append(self.loss)
         if done % log.every == 0 or done in (1, train.steps):
             measured = {"meter": self.meter, "operator": nnscaler_ops.operator(), "peak_bytes": self.peak_bytes}

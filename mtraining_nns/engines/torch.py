@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from mtraining_nns import checkpoint, hf, signals
+from mtraining_nns import checkpoint, hf, signals, spikes
 from mtraining_nns.checkpoint import State
 from mtraining_nns.data.guard import told
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines import faults
+from mtraining_nns.engines.batch_log import BatchLog
 from mtraining_nns.engines.feed import Feed
 from mtraining_nns.engines.held_out import check_held_out, evaluate, find_needles
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
@@ -67,6 +68,7 @@ class Run:
     meter: Meter
     last: dict  # latest logged and evaluated values by tag
     needles: list[Needle]
+    batch_log: BatchLog | None
 
     @classmethod
     def build(cls, recipe: Recipe, world: World) -> "Run":
@@ -92,7 +94,8 @@ class Run:
         losses, last = trainer["losses"], trainer["values"]
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
         meter = Meter(feed.batch * recipe.train.seq_len)
-        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last, hidden)
+        batch_log = BatchLog(recipe.checkpoint.dir, world) if recipe.log.batches else None
+        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last, hidden, batch_log)
 
     @property
     def first_step(self) -> int:
@@ -104,11 +107,14 @@ class Run:
         set_learning_rate(self.state.optimizer, learning_rate(step, recipe.train))
         with self.meter:
             batches = self.feed.batches(step)
+            if self.batch_log is not None:
+                self.batch_log.add(step, self.feed.ids(step), [batch["input_ids"] for batch in batches])
             try:
                 result = train_step(self.model, self.state.optimizer, batches, self.world, recipe=recipe, step=step)
             except NotFinite as error:
                 first = faults.first_not_finite(self.model, batches, self.world, recipe=recipe, step=step)
                 raise NotFinite(f"{error}, {told(self.feed.dataset, self.feed.ids(step))}; {first}") from error
+        self.spike(step, result)
         self.losses.append(result.loss)
         if done % recipe.log.every == 0 or final or step == 0:
             self.report(step, result)
@@ -121,6 +127,14 @@ class Run:
             self.save(done)
         if result.stop:
             self.leave(f"stopped by {result.stop} after step {done}/{recipe.train.steps}; the same command goes on")
+
+    def spike(self, step: int, result: StepResult) -> None:
+        """Say it where the loss of a step is far above those before; training goes on."""
+        found = spikes.limit(self.losses, self.recipe.log)
+        if self.world.rank == 0 and found is not None and result.loss > found[1]:
+            batch = told(self.feed.dataset, self.feed.ids(step))
+            self.world.say(f"step {step + 1}: {spikes.told(result.loss, result.grad_norm, found, batch)}")
+            self.log.write(step + 1, {"train/loss_spike": result.loss / found[0]})
 
     def stop_before(self, step: int) -> None:
         """End a run that was asked to while it was built. Collective."""
