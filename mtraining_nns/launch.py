@@ -20,6 +20,8 @@ from mtraining_nns import engines, environment, signals
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
 
+AGENT_S = 10.0  # after an error, whoever is killed is killed for it
+
 
 def launch(path: str, overrides: list[str], nproc: int | None) -> int:
     """Train a recipe with `nproc` local workers; returns the exit code, 2 for what the user got wrong."""
@@ -101,7 +103,7 @@ def report(failures: dict, log_dir: str, came: Sequence[int] = ()) -> int:
     """
     if any(failure.exitcode == signals.STOPPED for failure in failures.values()):  # no rank leaves before all saved
         return signals.STOPPED
-    rank = min(failures, key=lambda rank: _seconds(failures[rank]))
+    rank = _first(failures)
     failure = failures[rank]
     if came and failure.exitcode in (-came[-1], 128 + came[-1]):
         print(f"mtraining: ended by {signal.Signals(came[-1]).name} without a checkpoint", file=sys.stderr)
@@ -116,6 +118,21 @@ def report(failures: dict, log_dir: str, came: Sequence[int] = ()) -> int:
     return 1
 
 
-def _seconds(failure) -> float:
-    """When a worker failed. One without an error file was killed: its peers' errors came of that, so it is first."""
-    return 0.0 if isinstance(failure.message, str) else float(failure.message["extraInfo"]["seconds"])
+def _first(failures: dict) -> int:
+    """The rank that failed first. One without an error file was killed, and its peers' errors came of that.
+
+    Unless torch's agent did it: it ends those that go on after an error by SIGTERM, and by SIGKILL 30 s later.
+    """
+    errors = {
+        rank: float(failure.message["extraInfo"]["seconds"])
+        for rank, failure in failures.items()
+        if not isinstance(failure.message, str)
+    }
+    first = min(errors, key=errors.get, default=None)
+    killed = [
+        rank
+        for rank, failure in failures.items()
+        if rank not in errors
+        and (first is None or (failure.exitcode != -signal.SIGTERM and failure.timestamp < errors[first] + AGENT_S))
+    ]
+    return killed[0] if killed else first

@@ -15,7 +15,8 @@ Letters: B batch, S padded tokens, N query heads, H key heads, D head dim, E fea
 """
 
 import json
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import torch
@@ -33,6 +34,7 @@ CHECKED_CALLS = 3  # of `ordered` on each rank: the order of tokens is compared,
 _rings: dict[tuple[int, ...], Ring] = {}
 _operators: dict[tuple, Operator] = {}
 _checks_left = CHECKED_CALLS
+_timed: Callable[[], AbstractContextManager] = nullcontext
 
 
 def connect(plan_ngpus: int, **options) -> Ring:
@@ -51,6 +53,12 @@ def use(ring: Ring) -> Ring:
     _rings[ring.ranks if ring.world > 1 else _alone()] = ring
     _checks_left = CHECKED_CALLS
     return ring
+
+
+def time_losses(timed: Callable[[], AbstractContextManager]) -> None:
+    """Enter `timed()` around every chunked loss from now on."""
+    global _timed
+    _timed = timed
 
 
 def operator() -> Operator:
@@ -98,7 +106,8 @@ def attention(
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """fp32 sum of the token losses: hidden [B, S, E], weight [V, E], labels int64 [B, S], -100 where there is none."""
-    return losses.linear_cross_entropy(hidden, weight, labels)
+    with _timed():
+        return losses.linear_cross_entropy(hidden, weight, labels)
 
 
 def ordered(

@@ -24,14 +24,14 @@ from mtraining_nns import nnscaler_held_out as held_out
 from mtraining_nns.data.dataset import PackedDataset, sample_ids
 from mtraining_nns.data.guard import told
 from mtraining_nns.data.store import read_manifest
-from mtraining_nns.engines import faults
+from mtraining_nns.engines import faults, pace
 from mtraining_nns.engines.batch_log import BatchLog
 from mtraining_nns.engines.feed import check_same_tokens
 from mtraining_nns.engines.step import NotFinite
-from mtraining_nns.engines.world import World, start
+from mtraining_nns.engines.world import World, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import keep_tokenizer, texts_of
-from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values
+from mtraining_nns.metrics import WARMUP_STEPS, Log, Meter, peak_memory_bytes, step_values
 from mtraining_nns.model import build_config, build_model, materialize
 from mtraining_nns.needles import needles
 from mtraining_nns.nnscaler_held_out import sample
@@ -139,6 +139,11 @@ def join(trainer) -> None:
     nnscaler_ops.use(_Joined.world.ring)
 
 
+def blame(error: RuntimeError) -> RuntimeError:
+    """The error of an exchange, with the rank that hangs where one does."""
+    return error if _Joined.world is None else _Joined.world.blame(error)
+
+
 def leave() -> None:
     """Give the rings up."""
     _Joined.stack.close()
@@ -160,6 +165,7 @@ class RecipeHook(TrainHook):
         self.recipe = Recipe.load(args["recipe"])
         self.progress, self.unmarked, self.loss, self.peak_bytes = Progress(), None, None, 0
         self.needles, self.stop = needles(self.recipe) if self.recipe.log.niah_every else [], ""
+        self.settled = False
 
     def after_setup(self, trainer) -> None:
         """Open the log; the trainer has read its checkpoint."""
@@ -169,6 +175,8 @@ class RecipeHook(TrainHook):
         self.log = Log(self.recipe.log.dir, start=first + 1, steps=train.steps, rank=self.world.rank)
         self.meter = Meter(self.recipe.batch * train.seq_len)
         self.batch_log = BatchLog(self.recipe.checkpoint.dir, self.world) if self.recipe.log.batches else None
+        self.pace = pace.Pace(self.world.device)
+        nnscaler_ops.time_losses(self.pace.timed)
         self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
         if self.world.rank == 0:
             keep_tokenizer(self.recipe)
@@ -194,12 +202,17 @@ class RecipeHook(TrainHook):
             self._leave(f"stopped by {name} before step {done + 1}, no step was made")
 
     def on_expire_checkpoint(self, trainer, step, checkpoint_dir) -> None:
-        """The checkpoint that takes the place of an old one is complete."""
-        self._mark(trainer)
+        """An old checkpoint goes when the one that takes its place is complete; the first rank of each node asks."""
+        if self.world.rank == 0:
+            self._mark(trainer)
+        elif self.unmarked is not None:
+            nnscaler_states.wait(trainer.train_args.checkpoint.save_dir, self.unmarked, self.recipe.parallel.timeout_s)
 
     def on_step_start(self, trainer, epoch, index) -> None:
         """A save that came before is complete."""
         self._mark(trainer)
+        self.world.at(f"step {trainer.train_status.finished_train_steps + 1}, computing")
+        self.pace.begin()
         self.meter.__enter__()
 
     def on_train_step_start(self, trainer, batches) -> None:
@@ -242,15 +255,23 @@ class RecipeHook(TrainHook):
     def on_step_end(self, trainer, epoch, index, metrics, outputs) -> None:
         """Scalars and the progress line, held-out losses."""
         self.meter.__exit__()
+        if not self.settled:
+            settle(self.world, self.recipe.parallel)
+            self.settled = True
         done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
         self._spike(done, metrics["gnorm"])
         self.progress.losses.append(self.loss)
         if done % log.every == 0 or done in (1, train.steps):
             measured = {"meter": self.meter, "operator": nnscaler_ops.operator(), "peak_bytes": self.peak_bytes}
-            lr = learning_rate(done - 1, train)
-            self._say(
-                done, step_values(loss=self.loss, grad_norm=metrics["gnorm"], lr=lr, world=self.world, **measured)
+            measured |= {"lr": learning_rate(done - 1, train), "world": self.world}
+            values, found = (
+                step_values(loss=self.loss, grad_norm=metrics["gnorm"], **measured),
+                self.pace.report(self.world),
             )
+            self._say(done, values | {pace.TAG: found[0]})
+            slow = pace.told(found, self.world, log.slow_factor)
+            if slow and self.meter.steps > WARMUP_STEPS:
+                self.world.say(f"step {done}: {slow}")
         if self.stop:
             trainer.max_train_steps = done  # the trainer saves after its last step
             return

@@ -30,6 +30,8 @@ def train(recipe: Recipe) -> dict:
     if recipe.data.eval_path is not None:
         check_held_out(recipe, read_manifest(recipe.data.path))
     resume = _resume(recipe, states)
+    if process.rank == 0:
+        nnscaler_states.remove_incomplete(states)
     path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
     trainer = Trainer(train_args=trainer_args(recipe, path, resume=resume))
     try:
@@ -42,7 +44,7 @@ def train(recipe: Recipe) -> dict:
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from error
-        raise
+        raise parts.blame(error) from error
     signals.all_is_saved("all steps are done and saved, the same command exports")
     progress, meter = _hook(trainer).progress, _hook(trainer).meter
     found = summary(progress.losses, progress.values, world=process.world, tokens_per_step=meter.tokens_per_step)

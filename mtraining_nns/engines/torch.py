@@ -17,7 +17,7 @@ from mtraining_nns import checkpoint, hf, signals, spikes
 from mtraining_nns.checkpoint import State
 from mtraining_nns.data.guard import told
 from mtraining_nns.data.store import read_manifest
-from mtraining_nns.engines import faults
+from mtraining_nns.engines import faults, pace
 from mtraining_nns.engines.batch_log import BatchLog
 from mtraining_nns.engines.feed import Feed
 from mtraining_nns.engines.held_out import check_held_out, evaluate, find_needles
@@ -25,7 +25,7 @@ from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import finish, keep_tokenizer, texts_of
-from mtraining_nns.metrics import Log, Meter, peak_memory_bytes, step_values, summary
+from mtraining_nns.metrics import WARMUP_STEPS, Log, Meter, peak_memory_bytes, step_values, summary
 from mtraining_nns.model import CausalLMLoss, build_config, build_model, materialize
 from mtraining_nns.needles import Needle, needles
 from mtraining_nns.ops.attention import Operator
@@ -69,6 +69,7 @@ class Run:
     last: dict  # latest logged and evaluated values by tag
     needles: list[Needle]
     batch_log: BatchLog | None
+    pace: pace.Pace
 
     @classmethod
     def build(cls, recipe: Recipe, world: World) -> "Run":
@@ -95,7 +96,9 @@ class Run:
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
         meter = Meter(feed.batch * recipe.train.seq_len)
         batch_log = BatchLog(recipe.checkpoint.dir, world) if recipe.log.batches else None
-        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last, hidden, batch_log)
+        own = pace.Pace(world.device)
+        own.watch([layer.mlp for layer in model.lm.model.layers if hasattr(layer, "mlp")])
+        return cls(recipe, world, feed, model, operator, state, losses, log, meter, last, hidden, batch_log, own)
 
     @property
     def first_step(self) -> int:
@@ -105,8 +108,12 @@ class Run:
         """One optimizer step with its logging, evaluation and checkpoint. `step` counts from 0."""
         recipe, done, final = self.recipe, step + 1, step + 1 == self.recipe.train.steps
         set_learning_rate(self.state.optimizer, learning_rate(step, recipe.train))
+        self.pace.begin()
         with self.meter:
-            batches = self.feed.batches(step)
+            self.world.at(f"step {done}, reading")
+            with self.pace.reading():
+                batches = self.feed.batches(step)
+            self.world.at(f"step {done}, computing")
             if self.batch_log is not None:
                 self.batch_log.add(step, self.feed.ids(step), [batch["input_ids"] for batch in batches])
             try:
@@ -154,15 +161,22 @@ class Run:
         lr = learning_rate(step, self.recipe.train)
         measured = {"meter": self.meter, "operator": self.operator, "world": self.world}
         measured["peak_bytes"] = peak_memory_bytes(self.world.device)
-        self._say(step + 1, step_values(loss=result.loss, grad_norm=result.grad_norm, lr=lr, **measured))
+        values = step_values(loss=result.loss, grad_norm=result.grad_norm, lr=lr, **measured)
+        found = self.pace.report(self.world)
+        self._say(step + 1, values | {pace.TAG: found[0]})
+        slow = pace.told(found, self.world, self.recipe.log.slow_factor)
+        if slow and self.meter.steps > WARMUP_STEPS:
+            self.world.say(f"step {step + 1}: {slow}")
 
     def evaluate(self, done: int) -> None:
         """Held-out losses of the weights after `done` steps. Collective."""
+        self.world.at(f"step {done}, held-out losses")
         losses = evaluate(self.model, self.operator, self.recipe, self.world)
         self._say(done, {f"eval/loss_{name}": loss for name, loss in losses.items()})
 
     def find_needles(self, done: int) -> None:
         """Needles under the weights after `done` steps. Collective."""
+        self.world.at(f"step {done}, needles")
         self._say(done, find_needles(self.model, self.needles, self.recipe, self.world))
 
     def _say(self, done: int, values: dict) -> None:
@@ -172,6 +186,7 @@ class Run:
 
     def save(self, done: int) -> None:
         """Checkpoint after `done` steps. Collective."""
+        self.world.at(f"step {done}, saving")
         data = self.feed.dataset.manifest["sha256"]
         trainer = {"format": 1, "step": done, "losses": self.losses, "values": self.last, "data": data}
         files = {
