@@ -35,6 +35,7 @@ class Feed:
         tokens = [torch.stack([self.dataset[i] for i in ids[start : start + micro]]) for start in starts]
         if self.guarded > 0:
             self.guarded -= 1
+            self.world.at(f"step {step + 1}, comparing what was read")
             check_same_tokens(torch.cat(tokens), self.world, step)
         return [place(t, self.layout, self.world) for t in tokens]
 
