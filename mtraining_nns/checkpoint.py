@@ -55,8 +55,8 @@ class State:
 def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: int) -> str:
     """Write the state after `step` optimizer steps and return its folder. Collective.
 
-    files: small texts by name, trainer.json among them. A kill at any moment leaves the earlier checkpoints; those
-    beyond the newest `keep` go once this one is complete.
+    files: small texts by name, trainer.json among them. A kill at any moment leaves the earlier checkpoints; complete
+    ones beyond the newest `keep` go once this one is complete. UserError on all ranks where the disk takes no more.
     """
     final = os.path.join(folder, f"step-{step:06d}")
     partial = os.path.join(folder, f".step-{step:06d}.partial")
@@ -69,14 +69,22 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
     writer = HuggingFaceStorageWriter(partial, fqn_to_index_mapping=place, save_distributed=True)
     try:
         dcp.save({k: v.detach() for k, v in tensors.items()}, storage_writer=writer, no_dist=not dist.is_initialized())
+        fault = None
     except CheckpointException as error:
-        raise RuntimeError(f"saving {final} failed, earlier checkpoints are kept: {cause(error)}") from error
-    _barrier()
+        fault = cause(error)
     if _rank() == 0:
-        for name, text in files.items():
-            write(os.path.join(partial, name), text)
-        _publish(partial, final)
-        for old in _steps(folder, before=step)[keep - 1 :]:
+        fault = fault or _complete(partial, final, files)
+    fault = _of_rank_0(fault)
+    if fault:
+        if _rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"saving {final} failed, earlier checkpoints are kept: {fault}; mend that, and the same command goes on"
+            " from the latest of them"
+        )
+    if _rank() == 0:
+        complete = [old for old in _steps(folder, before=step) if not incomplete(os.path.join(folder, old))]
+        for old in complete[keep - 1 :]:
             shutil.rmtree(os.path.join(folder, old))
     _barrier()
     return final
@@ -148,6 +156,17 @@ def read_json(path: str, name: str) -> dict:
         return json.load(stream)
 
 
+def _complete(partial: str, final: str, files: dict[str, str]) -> str | None:
+    """Add the small files and publish the folder; why that failed, or None."""
+    try:
+        for name, text in files.items():
+            write(os.path.join(partial, name), text)
+        _publish(partial, final)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def _publish(partial: str, final: str) -> None:
     """Make a finished folder visible: manifest, then the rename, each on disk before the next."""
     sizes = {name: os.path.getsize(os.path.join(partial, name)) for name in sorted(os.listdir(partial))}
@@ -188,6 +207,13 @@ def _remove_partial(folder: str) -> None:
     for name in os.listdir(folder):
         if name.startswith(".step-") and name.endswith(".partial"):
             shutil.rmtree(os.path.join(folder, name))
+
+
+def _of_rank_0(text: str | None) -> str | None:
+    told = [text]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told)
+    return told[0]
 
 
 def _rank() -> int:

@@ -2,8 +2,8 @@
 
     mtraining train RECIPE --nproc N        parent: recipe checked, then N x `python -m mtraining_nns.train RECIPE`
 
-The parent stays to pass signals on and to say once what went wrong. Rank 0 writes to the console, the other ranks to
-files under `checkpoint.dir/logs`. Several machines are torchrun's work, not this file's:
+The parent stays to pass signals on (`signals.py`) and to say once what went wrong. Rank 0 writes to the console, the
+other ranks to files under `checkpoint.dir/logs`. Several machines are torchrun's work, not this file's:
 
     torchrun --nnodes 4 --nproc-per-node 8 ... -m mtraining_nns.train RECIPE
 """
@@ -11,12 +11,16 @@ files under `checkpoint.dir/logs`. Several machines are torchrun's work, not thi
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
+from collections.abc import Sequence
 
-from mtraining_nns import engines, environment
+from mtraining_nns import engines, environment, signals
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
+
+AGENT_S = 10.0  # after an error, whoever is killed is killed for it
 
 
 def launch(path: str, overrides: list[str], nproc: int | None) -> int:
@@ -79,21 +83,31 @@ def run_workers(path: str, overrides: list[str], nproc: int, log_dir: str) -> in
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir, redirects={rank: Std.ALL for rank in range(1, nproc)}),
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # after any other it would give the workers 30 s to save
     )
     command = ["-u", "-m", "mtraining_nns.train", path, *overrides]
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        return report(error.failures, log_dir)
-    except SignalException as error:
-        return 128 + error.sigval
+    with signals.passed_on() as came:
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            return report(error.failures, log_dir, came)
+        except SignalException as error:
+            return 128 + error.sigval
     return 0
 
 
-def report(failures: dict, log_dir: str) -> int:
-    """Print the root cause of failed workers (torch's ProcessFailure by rank) and return the exit code for it."""
-    rank = min(failures, key=lambda rank: _seconds(failures[rank]))
+def report(failures: dict, log_dir: str, came: Sequence[int] = ()) -> int:
+    """Print the root cause of failed workers (torch's ProcessFailure by rank) and return the exit code for it.
+
+    came: signals that were passed on to the workers.
+    """
+    if any(failure.exitcode == signals.STOPPED for failure in failures.values()):  # no rank leaves before all saved
+        return signals.STOPPED
+    rank = _first(failures)
     failure = failures[rank]
+    if came and failure.exitcode in (-came[-1], 128 + came[-1]):
+        print(f"mtraining: ended by {signal.Signals(came[-1]).name} without a checkpoint", file=sys.stderr)
+        return 128 + came[-1]
     if isinstance(failure.message, str):  # killed, or died without a Python error
         print(f"mtraining: error: rank {rank} died: {failure.message}; logs in {log_dir}", file=sys.stderr)
         return 1
@@ -104,6 +118,21 @@ def report(failures: dict, log_dir: str) -> int:
     return 1
 
 
-def _seconds(failure) -> float:
-    """When a worker failed. One without an error file was killed: its peers' errors came of that, so it is first."""
-    return 0.0 if isinstance(failure.message, str) else float(failure.message["extraInfo"]["seconds"])
+def _first(failures: dict) -> int:
+    """The rank that failed first. One without an error file was killed, and its peers' errors came of that.
+
+    Unless torch's agent did it: it ends those that go on after an error by SIGTERM, and by SIGKILL 30 s later.
+    """
+    errors = {
+        rank: float(failure.message["extraInfo"]["seconds"])
+        for rank, failure in failures.items()
+        if not isinstance(failure.message, str)
+    }
+    first = min(errors, key=errors.get, default=None)
+    killed = [
+        rank
+        for rank, failure in failures.items()
+        if rank not in errors
+        and (first is None or (failure.exitcode != -signal.SIGTERM and failure.timestamp < errors[first] + AGENT_S))
+    ]
+    return killed[0] if killed else first

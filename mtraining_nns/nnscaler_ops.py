@@ -15,7 +15,8 @@ Letters: B batch, S padded tokens, N query heads, H key heads, D head dim, E fea
 """
 
 import json
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import torch
@@ -34,6 +35,7 @@ _rings: dict[tuple[int, ...], Ring] = {}
 _operators: dict[tuple, Operator] = {}
 _checks_left = CHECKED_CALLS
 _token_losses: list | None = None
+_timed: Callable[[], AbstractContextManager] = nullcontext
 
 
 def connect(plan_ngpus: int, **options) -> Ring:
@@ -52,6 +54,12 @@ def use(ring: Ring) -> Ring:
     _rings[ring.ranks if ring.world > 1 else _alone()] = ring
     _checks_left = CHECKED_CALLS
     return ring
+
+
+def time_losses(timed: Callable[[], AbstractContextManager]) -> None:
+    """Enter `timed()` around every chunked loss from now on."""
+    global _timed
+    _timed = timed
 
 
 def operator() -> Operator:
@@ -105,7 +113,8 @@ def linear_cross_entropy(
     chunk: tokens whose logits exist at one time.
     """
     if _token_losses is None:
-        return losses.linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+        with _timed():
+            return losses.linear_cross_entropy(hidden, weight, labels, chunk=chunk)
     found = losses.token_losses(hidden, weight, labels, chunk=chunk)
     _token_losses.append((found, labels))
     return found.sum()

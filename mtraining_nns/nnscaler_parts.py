@@ -15,16 +15,21 @@ from functools import cached_property
 
 import nnscaler
 import torch
+import torch.distributed as dist
 from nnscaler.cli.train_hook import TrainHook
 from nnscaler.cli.trainer_args import AggregatedOutputs
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states
+from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states, signals, spikes
 from mtraining_nns import nnscaler_held_out as held_out
+from mtraining_nns.data.guard import told
 from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.data.store import read_manifest
+from mtraining_nns.engines import faults
+from mtraining_nns.engines.batch_log import BatchLog
 from mtraining_nns.engines.feed import check_same_tokens
+from mtraining_nns.engines.pace import Pace
 from mtraining_nns.engines.step import NotFinite
 from mtraining_nns.engines.world import World, settle, start
 from mtraining_nns.errors import UserError
@@ -145,6 +150,11 @@ def join(trainer) -> None:
     nnscaler_ops.use(_Joined.world.ring)
 
 
+def blame(error: RuntimeError) -> RuntimeError:
+    """The error of an exchange, with the rank that hangs where one does."""
+    return error if _Joined.world is None else _Joined.world.blame(error)
+
+
 def leave() -> None:
     """Give the rings up."""
     _Joined.stack.close()
@@ -166,7 +176,8 @@ class RecipeHook(TrainHook):
     def __init__(self, args: dict):
         self.recipe = Recipe.load(args["recipe"])
         self.progress, self.unmarked, self.loss, self.peak_bytes = Progress(), None, None, 0
-        self.needles = needles(self.recipe) if self.recipe.log.niah_every else []
+        self.needles, self.stop = needles(self.recipe) if self.recipe.log.niah_every else [], ""
+        self.settled = False
 
     @cached_property
     def data(self) -> Mixture:
@@ -183,6 +194,9 @@ class RecipeHook(TrainHook):
         config = build_config(self.recipe, read_manifest(self.recipe.data.first))
         self.speed = Speed.of(Shape.of(build_model(config, seed=None)), self.recipe, self.world)
         self.profile, self.profiled = Profile(self.recipe.log.profile_every, self.world.device), None
+        self.batch_log = BatchLog(self.recipe.checkpoint.dir, self.world) if self.recipe.log.batches else None
+        self.pace = Pace(self.world.device)
+        nnscaler_ops.time_losses(self.pace.timed)
         self.guarded = self.recipe.parallel.data_guard_steps if self.world.ring.world > 1 else 0
         if self.world.rank == 0:
             keep_tokenizer(self.recipe)
@@ -207,30 +221,63 @@ class RecipeHook(TrainHook):
         state["mtraining"] = json.dumps(vars(self.progress))
         self.unmarked = trainer.train_status.finished_train_steps
 
+    def on_train_start(self, trainer) -> None:
+        """A run that was asked to stop while it was built makes no step."""
+        if name := signals.name(self.world.sum(self.world.asked()).tolist()):
+            done = trainer.train_status.finished_train_steps
+            self._leave(f"stopped by {name} before step {done + 1}, no step was made")
+
+    def on_expire_checkpoint(self, trainer, step, checkpoint_dir) -> None:
+        """An old checkpoint goes when the one that takes its place is complete; the first rank of each node asks."""
+        if self.world.rank == 0:
+            self._mark(trainer)
+        elif self.unmarked is not None:
+            nnscaler_states.wait(trainer.train_args.checkpoint.save_dir, self.unmarked, self.recipe.parallel.timeout_s)
+
     def on_step_start(self, trainer, epoch, index) -> None:
         """A save that came before is complete."""
         self._mark(trainer)
+        self.world.at(f"step {trainer.train_status.finished_train_steps + 1}, computing")
+        self.pace.begin()
         self.meter.__enter__()
         self.profiled = self.profile.step(trainer.train_status.finished_train_steps + 1)
         self.profiled.__enter__()
 
     def on_train_step_start(self, trainer, batches) -> None:
         """The ranks of a ring read the same tokens."""
+        step = trainer.train_status.finished_train_steps
+        if self.batch_log is not None:
+            samples = self.data.samples(self._visits(step))
+            self.batch_log.add(step, samples, [batch["input_ids"] for batch in batches])
         if self.guarded > 0:
             self.guarded -= 1
-            step = trainer.train_status.finished_train_steps
             check_same_tokens(torch.cat([batch["input_ids"] for batch in batches]), self.world, step)
 
     def after_aggregate_train_step_outputs(self, trainer, outputs, loss: float) -> None:
-        """Loss a token of the step."""
-        self.loss = loss
+        """Loss a token of the step; which ranks were asked to stop is read with the norm."""
+        self.loss, self.asked = loss, self.world.sum(self.world.asked())
 
     def after_gnorm_clip(self, trainer, norm) -> None:
         """Before the update: a step that is not finite ends the run on every rank."""
-        step, norm = trainer.train_status.finished_train_steps, norm.item()
+        norm, *counts = torch.cat([norm.float().view(1), self.asked]).tolist()
+        self.stop = signals.name(counts)
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
-            visits = range(step * self.recipe.batch, (step + 1) * self.recipe.batch)
-            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {self.data.samples(visits)}")
+            step = trainer.train_status.finished_train_steps
+            first = nnscaler_states.named(trainer.model)  # gradients as they are: the optimizer scales them in its step
+            place = faults.first_weight(first, self.world) or faults.first_gradient(first, self.world)
+            raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {self._told(step)}; {place}")
+
+    def _visits(self, step: int) -> range:
+        return range(step * self.recipe.batch, (step + 1) * self.recipe.batch)
+
+    def _told(self, step: int) -> str:
+        return told(self.data, self._visits(step))
+
+    def _spike(self, step: int, norm: float) -> None:
+        found = spikes.limit(self.progress.losses, self.recipe.log)
+        if self.world.rank == 0 and found is not None and self.loss > found[1]:
+            self.world.say(f"step {step}: {spikes.told(self.loss, norm, found, self._told(step - 1))}")
+            self.log.write(step, {"train/loss_spike": self.loss / found[0]})
 
     def after_optimizer_step(self, trainer) -> None:
         """Memory before the trainer sets its peak back."""
@@ -240,18 +287,36 @@ class RecipeHook(TrainHook):
         """Scalars and the progress line, held-out losses."""
         self.profiled.__exit__(None, None, None)
         self.meter.__exit__()
-        done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
-        self.progress.losses.append(self.loss)
-        if self.meter.steps == 1:
+        if not self.settled:
             settle(self.world, self.recipe.parallel)
+            self.settled = True
+        done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
+        self._spike(done, metrics["gnorm"])
+        self.progress.losses.append(self.loss)
         if done % log.every == 0 or done in (1, train.steps) or self.profile.found is not None:
             gauges = Gauges(self.meter, self.speed, self.profile, nnscaler_ops.operator(), self.world)
             measured = {"loss": self.loss, "grad_norm": metrics["gnorm"], "lr": learning_rate(done - 1, train)}
-            self._say(done, step_values(gauges, **measured, peak_bytes=self.peak_bytes))
+            values = step_values(gauges, **measured, peak_bytes=self.peak_bytes)
+            self._say(done, values | self.pace.tell(done, self.meter, self.world, log.slow_factor))
+        if self.stop:
+            trainer.max_train_steps = done  # the trainer saves after its last step
+            return
         if self.recipe.data.eval_path and (done == train.steps or (log.eval_every and done % log.eval_every == 0)):
             self._say(done, held_out.evaluate(trainer, self.place))
         if self.needles and (done == train.steps or done % log.niah_every == 0):
             self._say(done, held_out.find_needles(trainer, self.place, self.needles))
+
+    def on_epoch_end(self, trainer, epoch) -> None:
+        """After the save of a run that was asked to stop."""
+        if self.stop:
+            self._mark(trainer)
+            done, steps = trainer.train_status.finished_train_steps, self.recipe.train.steps
+            self._leave(f"stopped by {self.stop} after step {done}/{steps}; the same command goes on")
+
+    def _leave(self, farewell: str) -> None:
+        self.world.say(farewell)
+        dist.barrier()
+        raise signals.Stopped(farewell)
 
     def on_train_end(self, trainer) -> None:
         """The last save is complete."""

@@ -9,8 +9,11 @@
 nnScaler's files are pickles: read none but your own. Only `merged_weights` needs nnScaler.
 """
 
+import glob
 import json
 import os
+import shutil
+import time
 
 from mtraining_nns.checkpoint import incomplete, read_json, write
 from mtraining_nns.engines import nnscaler_fault
@@ -33,6 +36,20 @@ def mark(folder: str, step: int, files: dict[str, str]) -> None:
             os.replace(os.path.join(path, f".{COMPLETE}"), os.path.join(path, COMPLETE))
 
 
+def wait(folder: str, step: int, timeout_s: float) -> None:
+    """Return when rank 0, maybe on another machine, has marked the checkpoint of a step, or after the time-out."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end and not glob.glob(os.path.join(glob.escape(folder), f"*-{step:04d}", COMPLETE)):
+        time.sleep(0.1)
+
+
+def remove_incomplete(folder: str) -> None:
+    """Remove what killed saves left: the trainer would count it among the checkpoints to keep."""
+    for name in os.listdir(folder) if os.path.isdir(folder) else []:
+        if os.path.isdir(path := os.path.join(folder, name)) and incomplete(path, COMPLETE):
+            shutil.rmtree(path)
+
+
 def latest(folder: str) -> str | None:
     """The newest complete checkpoint of a folder."""
     paths = [os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
@@ -48,6 +65,11 @@ def find(source: str) -> str | None:
 def run_folder(path: str) -> str:
     """The checkpoint.dir of a checkpoint."""
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(path))))
+
+
+def named(model) -> list[tuple]:
+    """(name in the causal LM, parameter) of nnScaler's generated module, in the order of its graph."""
+    return [(model.fullmap[key].orig_name.removeprefix(PREFIX), p) for key, p in model.named_parameters()]
 
 
 def merged_weights(path: str) -> dict:

@@ -67,12 +67,12 @@ def clip_gradients(model, limit: float) -> float:
     """Scale the gradients so that their norm is at most `limit`; returns the norm before, of the whole model.
 
     Sharded gradients (DTensor) are summed over their mesh with one all-reduce, so every rank gets the norm that one
-    device would report. All are sharded or none is.
+    device would report. All are sharded or none is. With a norm that is not finite they stay as they are.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
     sharded = isinstance(parameters[0].grad, DTensor)
     square = get_total_norm([p.grad.to_local() if sharded else p.grad for p in parameters]).square()
     if sharded:
         dist.all_reduce(square, group=parameters[0].grad.device_mesh.get_group())
-    clip_grads_with_norm_(parameters, limit, square.sqrt())
+    clip_grads_with_norm_(parameters, limit, square.sqrt().nan_to_num(0.0, posinf=0.0))
     return square.sqrt().item()

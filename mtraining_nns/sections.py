@@ -159,10 +159,15 @@ class LogConfig:
     profile_every: int = 0  # steps between those whose time is measured part by part; 0: none
     niah_every: int = 0  # steps between needles in a haystack of train.seq_len tokens, and at the end; 0: none
     niah_depths: tuple[float, ...] = (10.0, 50.0, 90.0)  # of the needles, in percent
+    spike_window: int = 128  # steps whose median a loss is compared with; 0: no loss is called a spike
+    spike_factor: float = 10.0  # median distances from the median at which a loss is a spike
+    spike_warmup: int = 20  # first steps of the run, in which no loss is
+    slow_factor: float = 1.5  # a rank whose own work takes this many times the median of all ranks is named
+    batches: bool = False  # hashes of what every step reads, in checkpoint.dir/batches.jsonl
 
     def __post_init__(self):
-        _at_least(0, "log", self, "eval_every", "niah_every", "profile_every")
-        _at_least(1, "log", self, "every")
+        _at_least(0, "log", self, "eval_every", "niah_every", "profile_every", "spike_window", "spike_warmup")
+        _at_least(1, "log", self, "every", "spike_factor", "slow_factor")
         _require(
             len(self.niah_depths) > 0 and all(0 <= depth <= 100 for depth in self.niah_depths),
             f"log.niah_depths must be percentages, got {list(self.niah_depths)}; give e.g. [10, 50, 90]",

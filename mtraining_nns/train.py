@@ -3,13 +3,14 @@
     torchrun --nproc-per-node 8 -m mtraining_nns.train recipes/demo.yaml train.steps=20
 
 `mtraining train` starts the same module on one machine. Every rank checks the recipe before anything else. Exit codes:
-0, 2 for what the user got wrong (one line from rank 0), 130 for Ctrl-C, 1 for anything else.
+0, 2 for what the user got wrong (one line from rank 0), 75 where SIGTERM or SIGUSR1 stopped it after a checkpoint
+(`signals.py`), 130 for Ctrl-C, 1 for anything else.
 """
 
 import os
 import sys
 
-from mtraining_nns import engines, environment, failure
+from mtraining_nns import engines, environment, failure, signals
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
 
@@ -19,11 +20,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     process = environment.Process.launched() or environment.Process()
     environment.end_with_parent()
+    signals.listen()
     try:
         environment.prepare_caches()
         run(arguments, process)
     except KeyboardInterrupt:
         return environment.INTERRUPTED
+    except signals.Stopped:
+        return signals.STOPPED
     except Exception as error:
         return failure.leave(error, process.rank)
     return 0

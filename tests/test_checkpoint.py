@@ -3,8 +3,11 @@
 import contextlib
 import io
 import os
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -190,9 +193,42 @@ def test_a_save_that_fails_says_so_and_keeps_the_earlier_ones(run, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", no_space)
-    with pytest.raises(RuntimeError, match="step-000008 failed, earlier checkpoints are kept: OSError: No space left"):
+    with pytest.raises(UserError, match="step-000008 failed, earlier checkpoints are kept: OSError: No space left"):
         checkpoint.save(str(run), 8, checkpoint.State(lm, optimizer), files={}, keep=2)
     assert checkpoint.latest_complete(str(run)).endswith("step-000006")
+
+
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path):
+    state, files = small_state(), {checkpoint.TRAINER: '{"step": 1}'}
+    for step in (1, 2, 3):
+        checkpoint.save(str(tmp_path), step, state, files=files, keep=3)
+    (tmp_path / "step-000003" / checkpoint.TRAINER).unlink()
+    checkpoint.save(str(tmp_path), 4, state, files=files, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000003", "step-000004"]
+
+
+SHELL = ["unshare", "-rm", "sh", "-c"]  # a user namespace in which this process may mount
+MEGABYTES = 6  # a checkpoint of the tiny model has 2.4
+
+
+@pytest.mark.skipif(
+    subprocess.run([*SHELL, "mount -t tmpfs none /mnt"], capture_output=True).returncode != 0,
+    reason="this machine permits no mounts",
+)
+def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoints(tmp_path):
+    """The third save does not fit; with room, the same command goes on."""
+    path, disk, kept = write_recipe(tmp_path, "checkpoint.every=1", "checkpoint.keep=9"), tmp_path / "run", "kept"
+    disk.mkdir()
+    train = shlex.join([sys.executable, "-m", "mtraining_nns.cli", "train", path, "--nproc", "2"])
+    mount = f"mount -t tmpfs -o size={MEGABYTES}m none {disk}"
+    small = f"{mount} && {{ {train}; code=$?; cp -r {disk} {tmp_path / kept}; exit $code; }}"
+    done = subprocess.run([*SHELL, small], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and done.stderr.count("mtraining: error: ") == 1, done.stderr
+    assert "step-000003 failed, earlier checkpoints are kept: " in done.stderr and "Traceback" not in done.stderr
+    assert "No space left on device" in done.stderr or "os error 28" in done.stderr, done.stderr
+    left = sorted(name for name in os.listdir(tmp_path / kept) if "step" in name)
+    assert left == ["step-000001", "step-000002"]
+    assert checkpoint.latest_complete(str(tmp_path / kept)).endswith("step-000002")
 
 
 def test_changed_data_is_never_trained_on_unasked(run, tmp_path):

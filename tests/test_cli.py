@@ -108,9 +108,17 @@ def test_the_first_error_is_reported_and_only_it(capsys):
 
 
 def test_a_killed_worker_is_the_cause_of_its_peers_errors(capsys):
-    killed = SimpleNamespace(exitcode=-9, message="Signal 9 (SIGKILL) received by PID 7")
+    killed = SimpleNamespace(exitcode=-9, message="Signal 9 (SIGKILL) received by PID 7", timestamp=100)
     assert launch.report({0: failed(RuntimeError("connection closed"), 100.0), 1: killed}, "logs") == 1
     assert capsys.readouterr().err.startswith("mtraining: error: rank 1 died: Signal 9 (SIGKILL)")
+
+
+@pytest.mark.parametrize(("exitcode", "timestamp"), [(-9, 130), (-15, 100)])
+def test_a_worker_that_the_agent_killed_after_an_error_is_no_cause(capsys, exitcode, timestamp):
+    """It gives those that linger 30 s."""
+    killed = SimpleNamespace(exitcode=exitcode, message="received by PID 7", timestamp=timestamp)
+    assert launch.report({0: killed, 1: failed(RuntimeError("rank 0 on a hangs"), 100.0)}, "logs") == 1
+    assert "rank 1 failed first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("exitcode", [UserError.exit_code, -15])  # the launcher may end a worker that lingers

@@ -98,9 +98,9 @@ def test_a_damaged_answer_is_named_and_not_counted(tmp_path, line):
     Records(tmp_path, {"tasks": {}}).close()
     path = tmp_path / "records.jsonl"
     path.write_bytes(RECORD + b"\n\n" + line + b"\n" + RECORD + b"\n")
-    for read in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
+    for reader in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
         with pytest.raises(UserError, match=r"records.jsonl, line 3 is damaged .* remove the line and evaluate again"):
-            read()
+            reader()
     path.write_bytes(RECORD + b"\n\n" + RECORD + b"\n")
     assert list(Records(tmp_path, {"tasks": {}}).found) == ["niah/1/0/0"]
 
@@ -116,9 +116,9 @@ def test_answers_without_a_manifest_are_of_no_known_run(tmp_path):
 def test_a_manifest_that_is_none_is_one_line(tmp_path, text):
     (tmp_path / "records.jsonl").write_bytes(RECORD + b"\n")
     (tmp_path / "manifest.json").write_text(text)
-    for read in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
+    for reader in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
         with pytest.raises(UserError, match="manifest.json is damaged"):
-            read()
+            reader()
 
 
 CONFIGS = {

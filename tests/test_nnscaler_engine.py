@@ -3,17 +3,21 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import launched
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import pack, prepare, save_tokenizer, write_recipe
 
+from mtraining_nns import nnscaler_states
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import export
 
@@ -238,8 +242,11 @@ def test_weights_of_another_run_and_half_written_code_are_not_used(folder):
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(folder):
     found = start(folder, "nan", 2, "parallel.engine=nnscaler", "train.lr=1e30", "train.clip=1e30")
-    assert found.returncode != 0 and "samples [" in found.stdout + found.stderr
-    assert "not finite" in found.stdout + found.stderr or "loss nan" in found.stdout + found.stderr
+    said = found.stdout + found.stderr
+    assert found.returncode != 0 and re.search(
+        r"step 1: loss nan, .*samples \[\d+, \d+\] of .*, batch [0-9a-f]{16}; ", said
+    )
+    assert re.search(r"first not finite: (weight|gradient of) (model|lm_head)\.", said), said
 
 
 def test_a_checkpoint_to_go_on_from_is_checked_before_the_model_is_built(folder, expected):
@@ -266,3 +273,17 @@ def test_stock_nnscaler_train_runs_the_resolved_file(folder, expected):
     told = call(*launch, "nnscaler.cli.train", "-f", "stock.yaml")
     losses = [f"step {n}/4  loss {loss:.4f}" for n, loss in enumerate(expected["losses"], 1)]
     assert all(line in told for line in losses), told
+
+
+def test_a_signal_ends_a_run_after_a_checkpoint_and_the_same_command_goes_on(folder):
+    """Between two checkpoints; the weights are those of a straight run to the bit."""
+    more = ["parallel.engine=nnscaler", "train.steps=8", "log.eval_every=0", "log.niah_every=0"]
+    train(folder, "unstopped", 2, *more)
+    line = command(folder, "stopped", "--standalone", "--nproc-per-node=2", overrides=[*more, "checkpoint.every=5"])
+    code, said = launched.run(line, "step 2/", launched.sends(signal.SIGTERM, worker=1), timeout_s=400)
+    assert code != 0 and said.count("stopped by SIGTERM after step") == 1, said
+    assert nnscaler_states.latest(str(folder / "stopped" / nnscaler_states.STATES)), said
+    code, said = launched.run(line, timeout_s=400)
+    assert code == 0 and "resumed after step" in said, said
+    ours, theirs = weights(folder / "stopped"), weights(folder / "unstopped")
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())

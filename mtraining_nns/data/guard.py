@@ -19,3 +19,9 @@ def batch_fingerprint(global_tokens: torch.Tensor) -> int:
     digest = hashlib.blake2b(repr(tuple(tokens.shape)).encode(), digest_size=8)
     digest.update(tokens.numpy().data)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def told(data, visits: range) -> str:
+    """What a step reads, for a message: its samples in a Mixture and the hash of their tokens [visits, S]."""
+    value = batch_fingerprint(torch.stack([data[visit][0] for visit in visits]))
+    return f"{data.samples(visits)}, batch {value % 2**64:016x}"

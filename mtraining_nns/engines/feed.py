@@ -9,7 +9,7 @@ Stateless: a step's batches follow from its number. Reading is a slice of a memo
 import torch
 
 from mtraining_nns.data.collator import collate
-from mtraining_nns.data.guard import batch_fingerprint
+from mtraining_nns.data.guard import batch_fingerprint, told
 from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.engines.world import World
 from mtraining_nns.ops.layout import Layout
@@ -23,9 +23,13 @@ class Feed:
         self.world, self.layout = world, layout
         self.guarded = recipe.parallel.data_guard_steps if world.ring.world > 1 else 0
 
-    def samples(self, step: int) -> str:
-        """Words for the samples of a step, over all ranks."""
-        return self.data.samples(range(step * self.batch, (step + 1) * self.batch))
+    def visits(self, step: int) -> range:
+        """What a step reads over all ranks, by place in the run."""
+        return range(step * self.batch, (step + 1) * self.batch)
+
+    def told(self, step: int) -> str:
+        """What a step reads over all ranks, for a message."""
+        return told(self.data, self.visits(step))
 
     def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """This rank's micro-batches of a step, on its device."""
@@ -35,6 +39,7 @@ class Feed:
         tokens = [torch.stack([sequence for sequence, _ in sequences]) for sequences in read]
         if self.guarded > 0:
             self.guarded -= 1
+            self.world.at(f"step {step + 1}, comparing what was read")
             check_same_tokens(torch.cat(tokens), self.world, step)
         lengths = [[length for _, length in sequences] for sequences in read]
         return [place(t, self.layout, self.world, lengths=n) for t, n in zip(tokens, lengths)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nnscaler.cli.trainer import Trainer
 
 from mtraining_nns import nnscaler_parts as parts
-from mtraining_nns import nnscaler_states
+from mtraining_nns import nnscaler_states, signals
 from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.held_out import check_held_out
@@ -31,15 +31,22 @@ def train(recipe: Recipe) -> dict:
     if recipe.data.eval_path is not None:
         check_held_out(recipe, read_manifest(recipe.data.first))
     resume = _resume(recipe, states)
+    if process.rank == 0:
+        nnscaler_states.remove_incomplete(states)
     path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
     trainer = Trainer(train_args=trainer_args(recipe, path, resume=resume))
     try:
         trainer.run()
+    except signals.Stopped:
+        parts.leave()
+        dist.destroy_process_group()
+        raise
     except RuntimeError as error:
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from error
-        raise
+        raise parts.blame(error) from error
+    signals.all_is_saved("all steps are done and saved, the same command exports")
     progress, meter = _hook(trainer).progress, _hook(trainer).meter
     found = summary(progress.losses, progress.values, world=process.world, tokens_per_step=meter.tokens_per_step)
     found["data"] = Mixture.of(recipe).visited(len(progress.losses) * recipe.batch)

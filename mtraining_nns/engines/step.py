@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from mtraining_nns import hf
+from mtraining_nns import hf, signals
 from mtraining_nns.engines.world import World
 from mtraining_nns.errors import UserError
 from mtraining_nns.liger import use_liger
@@ -53,10 +53,11 @@ class NotFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss per valid token of the global batch, and the gradient norm before clipping."""
+    """Loss per valid token of the global batch, the gradient norm before clipping, the signal that asks for the end."""
 
     loss: float
     grad_norm: float
+    stop: str = ""
 
 
 def train_step(model: CausalLMLoss, optimizer, batches: list[dict], world: World, *, recipe, step: int) -> StepResult:
@@ -76,11 +77,15 @@ def train_step(model: CausalLMLoss, optimizer, batches: list[dict], world: World
                 (loss / valid).backward()
             total += loss.detach()
     with clock.span("optimizer"):
-        return _update(model, optimizer, world.sum(total) / valid, recipe=recipe, step=step)
+        sums = world.sum(torch.cat([total[None], world.asked()]))
+        return _update(model, optimizer, sums, valid, recipe=recipe, step=step)
 
 
-def _update(model, optimizer, loss: torch.Tensor, *, recipe, step: int) -> StepResult:
-    result = StepResult(loss.item(), clip_gradients(model, recipe.train.clip))
+def _update(model, optimizer, sums: torch.Tensor, valid: int, *, recipe, step: int) -> StepResult:
+    """sums: of the token losses and of `World.asked`, over all ranks; they are read together."""
+    norm = clip_gradients(model, recipe.train.clip)
+    loss, *stops = torch.cat([sums[:1] / valid, sums[1:]]).tolist()
+    result = StepResult(loss, norm, signals.name(stops))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         raise NotFinite(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}")
     optimizer.step()

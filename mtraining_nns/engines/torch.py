@@ -11,12 +11,16 @@ import os
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 
-from mtraining_nns import checkpoint, hf
+from mtraining_nns import checkpoint, hf, signals, spikes
 from mtraining_nns.checkpoint import State
 from mtraining_nns.data.store import read_manifest
+from mtraining_nns.engines import faults
+from mtraining_nns.engines.batch_log import BatchLog
 from mtraining_nns.engines.feed import Feed
 from mtraining_nns.engines.held_out import check_held_out, evaluate, find_needles
+from mtraining_nns.engines.pace import Pace
 from mtraining_nns.engines.step import NotFinite, StepResult, shard, train_step
 from mtraining_nns.engines.world import World, layout_of, settle, start
 from mtraining_nns.errors import UserError
@@ -39,10 +43,12 @@ def train(recipe: Recipe) -> dict:
     with start(recipe.parallel) as world:
         run = Run.build(recipe, world)
         first = run.first_step
+        run.stop_before(first)
         for step in range(first, recipe.train.steps):
             run.step(step)
             if step == first:
                 settle(world, recipe.parallel)
+        signals.all_is_saved("all steps are done and saved, the same command evaluates and exports")
         found = run.finish()
     if world.rank == 0:
         finish(recipe, checkpoint.latest_complete(recipe.checkpoint.dir), found)
@@ -63,6 +69,8 @@ class Run:
     gauges: Gauges
     last: dict  # latest logged and evaluated values by tag
     needles: list[Needle]
+    batch_log: BatchLog | None
+    pace: Pace
 
     @classmethod
     def build(cls, recipe: Recipe, world: World) -> "Run":
@@ -91,7 +99,10 @@ class Run:
         log = Log(recipe.log.dir, start=len(losses) + 1, steps=recipe.train.steps, rank=world.rank)
         meter, profile = Meter(feed.batch * recipe.train.seq_len), Profile(recipe.log.profile_every, world.device)
         gauges = Gauges(meter, Speed.of(Shape.of(model.lm), recipe, world), profile, operator, world)
-        return cls(recipe, world, feed, model, state, losses, log, gauges, last, hidden)
+        batch_log = BatchLog(recipe.checkpoint.dir, world) if recipe.log.batches else None
+        own = Pace(world.device)
+        own.watch([layer.mlp for layer in model.lm.model.layers if hasattr(layer, "mlp")])
+        return cls(recipe, world, feed, model, state, losses, log, gauges, last, hidden, batch_log, own)
 
     @property
     def first_step(self) -> int:
@@ -101,36 +112,71 @@ class Run:
         """One optimizer step with its logging, evaluation and checkpoint. `step` counts from 0."""
         recipe, done, final = self.recipe, step + 1, step + 1 == self.recipe.train.steps
         set_learning_rate(self.state.optimizer, learning_rate(step, recipe.train))
+        self.pace.begin()
         with self.gauges.meter, self.gauges.profile.step(done):
+            self.world.at(f"step {done}, reading")
+            with self.pace.reading():
+                batches = self.feed.batches(step)
+            self.world.at(f"step {done}, computing")
+            if self.batch_log is not None:
+                samples = self.feed.data.samples(self.feed.visits(step))
+                self.batch_log.add(step, samples, [batch["input_ids"] for batch in batches])
             try:
-                result = train_step(
-                    self.model, self.state.optimizer, self.feed.batches(step), self.world, recipe=recipe, step=step
-                )
+                result = train_step(self.model, self.state.optimizer, batches, self.world, recipe=recipe, step=step)
             except NotFinite as error:
-                raise NotFinite(f"{error}, {self.feed.samples(step)}") from error
+                first = faults.first_not_finite(self.model, batches, self.world, recipe=recipe, step=step)
+                raise NotFinite(f"{error}, {self.feed.told(step)}; {first}") from error
+        self.spike(step, result)
         self.losses.append(result.loss)
         if done % recipe.log.every == 0 or final or step == 0 or self.gauges.profile.found is not None:
             self.report(step, result)
-        if recipe.log.eval_every and done % recipe.log.eval_every == 0 and not final:
+        between = not (final or result.stop)
+        if between and recipe.log.eval_every and done % recipe.log.eval_every == 0:
             self.evaluate(done)
-        if self.needles and done % recipe.log.niah_every == 0 and not final:
+        if between and self.needles and done % recipe.log.niah_every == 0:
             self.find_needles(done)
-        if final or (recipe.checkpoint.every and done % recipe.checkpoint.every == 0):
+        if not between or (recipe.checkpoint.every and done % recipe.checkpoint.every == 0):
             self.save(done)
+        if result.stop:
+            self.leave(f"stopped by {result.stop} after step {done}/{recipe.train.steps}; the same command goes on")
+
+    def spike(self, step: int, result: StepResult) -> None:
+        """Say it where the loss of a step is far above those before; training goes on."""
+        found = spikes.limit(self.losses, self.recipe.log)
+        if self.world.rank == 0 and found is not None and result.loss > found[1]:
+            told = spikes.told(result.loss, result.grad_norm, found, self.feed.told(step))
+            self.world.say(f"step {step + 1}: {told}")
+            self.log.write(step + 1, {"train/loss_spike": result.loss / found[0]})
+
+    def stop_before(self, step: int) -> None:
+        """End a run that was asked to while it was built. Collective."""
+        counts = self.world.sum(self.world.asked()).tolist()
+        if signals.name(counts):
+            self.leave(f"stopped by {signals.name(counts)} before step {step + 1}, no step was made")
+
+    def leave(self, farewell: str) -> None:
+        """Stopped on all ranks, once rank 0 has said why. Collective."""
+        self.log.close()
+        self.world.say(farewell)
+        dist.barrier()
+        raise signals.Stopped(farewell)
 
     def report(self, step: int, result: StepResult) -> None:
         """Progress line and scalars of a step. Collective."""
         lr = learning_rate(step, self.recipe.train)
         peak = peak_memory_bytes(self.world.device)
         values = step_values(self.gauges, loss=result.loss, grad_norm=result.grad_norm, lr=lr, peak_bytes=peak)
+        values |= self.pace.tell(step + 1, self.gauges.meter, self.world, self.recipe.log.slow_factor)
         self._say(step + 1, values)
 
     def evaluate(self, done: int) -> None:
         """Held-out losses of the weights after `done` steps. Collective."""
+        self.world.at(f"step {done}, held-out losses")
         self._say(done, evaluate(self.model, self.gauges.operator, self.recipe, self.world))
 
     def find_needles(self, done: int) -> None:
         """Needles under the weights after `done` steps. Collective."""
+        self.world.at(f"step {done}, needles")
         self._say(done, find_needles(self.model, self.needles, self.recipe, self.world))
 
     def _say(self, done: int, values: dict) -> None:
@@ -140,6 +186,7 @@ class Run:
 
     def save(self, done: int) -> None:
         """Checkpoint after `done` steps. Collective."""
+        self.world.at(f"step {done}, saving")
         data = self.feed.data.identity
         trainer = {"format": 1, "step": done, "losses": self.losses, "values": self.last, "data": data}
         files = {

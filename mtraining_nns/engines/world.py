@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mtraining_nns import failure
+from mtraining_nns import failure, signals
+from mtraining_nns.engines.pulse import Pulse
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.layout import Layout
@@ -28,7 +29,10 @@ GRACE = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class World:
-    """Where this rank stands. `dp_rank` counts rings; the rank inside the ring is `ring.rank`. about: of the ring."""
+    """Where this rank stands. `dp_rank` counts rings; the rank inside the ring is `ring.rank`. about: of the ring.
+
+    nodes: the node of every rank. pulse: None for one rank.
+    """
 
     device: torch.device
     rank: int
@@ -36,6 +40,8 @@ class World:
     ring: Ring
     mesh: DeviceMesh
     about: str
+    nodes: list[str]
+    pulse: Pulse | None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -46,6 +52,19 @@ class World:
         """Largest value over all ranks, in place."""
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x
+
+    def asked(self) -> torch.Tensor:
+        """1 at the signal that asked this rank to stop, fp32 [signals.SIGNALS]; made without waiting for the device."""
+        return torch.stack([torch.full((), flag, device=self.device) for flag in signals.asked()])
+
+    def at(self, what: str) -> None:
+        """This rank comes to a part of the run, which is named where it hangs; all ranks come to the same ones."""
+        if self.pulse is not None:
+            self.pulse.at(what)
+
+    def blame(self, error: RuntimeError) -> RuntimeError:
+        """The error of an exchange, with the rank that hangs where one does."""
+        return error if self.pulse is None else self.pulse.blame(error)
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -62,24 +81,31 @@ def start(parallel):
     process = Process.launched() or Process()
     device = _device(process)
     joined = not dist.is_initialized()
-    seconds, watch = max(parallel.timeout_s, parallel.warmup_timeout_s), None
-    timeout = timedelta(seconds=seconds)
+    seconds, watch, pulse = max(parallel.timeout_s, parallel.warmup_timeout_s), None, None
+    timeout = _library_timeout(seconds, device)
     if joined:
         _join(process, device, timeout)
     try:
         nodes = _nodes(process)
         shape = ring_shape(parallel, nodes)
         if device.type == "cuda" and parallel.cp > 1:
-            # it knows layer and hop, so it speaks before the library that moves the bytes gives up
-            watch, timeout = _watch(seconds), timeout + GRACE
+            watch = _watch(seconds)
         mode = inner_mode(parallel, shape.inner, nodes)
         ring = Ring.create(parallel.cp, timeout, inner=shape.inner, mode=mode, watch=watch)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         rank = dist.get_rank()
-        yield World(device, rank, rank // parallel.cp, ring, mesh, _about(ring, shape))
+        if len(nodes) > 1:
+            pulse = _pulse(rank, nodes, parallel.timeout_s)
+            pulse.timeout_s = seconds
+        world = World(device, rank, rank // parallel.cp, ring, mesh, _about(ring, shape), nodes, pulse)
+        try:
+            yield world
+        except RuntimeError as error:
+            raise world.blame(error) from error
     finally:
-        if watch is not None:
-            watch.close()
+        for thread in (watch, pulse):
+            if thread is not None:
+                thread.close()
         if joined:
             dist.destroy_process_group()
 
@@ -87,10 +113,12 @@ def start(parallel):
 def settle(world: World, parallel) -> None:
     """After the first step, when every rank has compiled its kernels: from now on an exchange takes `timeout_s`."""
     dist.barrier()
-    watch, timeout = world.ring.watch, timedelta(seconds=parallel.timeout_s)
-    if watch is not None:
+    timeout = _library_timeout(parallel.timeout_s, world.device)
+    if world.device.type == "cuda":
         torch.cuda.synchronize()
-        watch.timeout_s, timeout = parallel.timeout_s, timeout + GRACE
+    for thread in (world.ring.watch, world.pulse):
+        if thread is not None:
+            thread.timeout_s = parallel.timeout_s
     for group in {
         None,
         world.ring.group,
@@ -100,10 +128,23 @@ def settle(world: World, parallel) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)  # torch has no public name for it
 
 
+def _library_timeout(seconds: int, device: torch.device) -> timedelta:
+    """Of the library that moves the bytes; on GPUs it ends the process, so those that know a name speak before it."""
+    return timedelta(seconds=seconds) + (GRACE if device.type == "cuda" else timedelta(0))
+
+
 def _watch(timeout_s: int) -> Watch:
     """A stalled ring ends this process: its main thread may wait in the driver for good."""
     rank = dist.get_rank()
     return Watch(timeout_s, lambda what: os._exit(failure.leave(RingError(what), rank)))
+
+
+def _pulse(rank: int, nodes: list[str], timeout_s: int) -> Pulse:
+    """So does a rank that hangs elsewhere."""
+    store = dist.PrefixStore("pulse", distributed_c10d._get_default_store())  # torch has no public name for it
+    pulse = Pulse(store.clone(), rank, nodes, timeout_s, lambda what: os._exit(failure.leave(RuntimeError(what), rank)))
+    dist.barrier()  # every rank has written its first beat
+    return pulse
 
 
 def _nodes(process: Process) -> list[str]:

@@ -1,0 +1,81 @@
+"""Which rank is slow. All ranks' steps take equally long, since they wait for each other, so own work is compared.
+
+    torch       reading batches, and the MLP of every layer, forward and recomputed
+    nnScaler    the chunked loss: generated code has no modules to look at
+
+Neither waits for another rank, and all ranks do as much of it. On GPUs events measure it, read at logging steps only.
+"""
+
+import time
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mtraining_nns.engines.world import World
+from mtraining_nns.metrics import WARMUP_STEPS, Meter
+
+TAG = "speed/slowest_rank_over_median"
+
+
+class Pace:
+    """Seconds of this rank's own work in a step."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.host_s, self.spans = 0.0, []
+
+    @contextmanager
+    def timed(self):
+        """Own work that runs on the device."""
+        began = self._mark()
+        try:
+            yield
+        finally:
+            self._add(began)
+
+    @contextmanager
+    def reading(self):
+        """Own work of the host."""
+        began = time.perf_counter()
+        yield
+        self.host_s += time.perf_counter() - began
+
+    def watch(self, modules: list[torch.nn.Module]) -> None:
+        """Their forward passes count as own work."""
+        begun = []
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: begun.append(self._mark()))
+            module.register_forward_hook(lambda *_: self._add(begun.pop()))
+
+    def report(self, world: World) -> tuple[float, int, float]:
+        """(slowest over median, the slowest rank, its seconds) of the step that has ended. Collective."""
+        seconds = self.host_s + sum(a.elapsed_time(b) / 1000 if self.on_gpu else b - a for a, b in self.spans)
+        all_ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=world.device)
+        all_ranks[world.rank] = seconds
+        times = world.sum(all_ranks).cpu()
+        slowest = int(times.argmax())
+        middle = times.median().item()
+        return (times[slowest].item() / middle if middle > 0 else 1.0), slowest, times[slowest].item()
+
+    def tell(self, step: int, meter: Meter, world: World, slow_factor: float) -> dict[str, float]:
+        """How far the slowest rank is behind, by tag; it is named above `slow_factor`, warm-up apart. Collective."""
+        ratio, rank, seconds = self.report(world)
+        if ratio > slow_factor and meter.steps > WARMUP_STEPS:
+            slow = f"rank {rank} on {world.nodes[rank]} is slow"
+            world.say(f"step {step}: {slow}: {seconds:.3f} s of own work, {ratio:.2f} times the median")
+        return {TAG: ratio}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.host_s, self.spans = 0.0, []
+
+    def _mark(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, began) -> None:
+        self.spans.append((began, self._mark()))
