@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -67,12 +68,15 @@ def count_gpus() -> int:
 
 def run_workers(path: str, overrides: list[str], nproc: int, log_dir: str) -> int:
     """Run `nproc` workers to their end; the first failure becomes one report and the exit code."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from mtraining_nns.replies import Logs
+
     environment.prepare_launch(nproc)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we report instead
+    replies = tempfile.TemporaryDirectory(prefix="mtraining-")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -82,11 +86,11 @@ def run_workers(path: str, overrides: list[str], nproc: int, log_dir: str) -> in
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir, redirects={rank: Std.ALL for rank in range(1, nproc)}),
+        logs_specs=Logs(log_dir, replies.name, nproc),
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # after any other it would give the workers 30 s to save
     )
     command = ["-u", "-m", "mtraining_nns.train", path, *overrides]
-    with signals.passed_on() as came:
+    with replies, signals.passed_on() as came:
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:

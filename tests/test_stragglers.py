@@ -58,7 +58,9 @@ def slow_reading(rank, world_size, path, seconds):
 
 
 def test_a_rank_that_hangs_while_it_reads_is_named(tmp_path):
-    error = run_workers(slow_reading, 2, write_recipe(tmp_path, "parallel.timeout_s=3"), 8)[0]
+    """It ends itself, as it must where its peers hang in a driver."""
+    path = write_recipe(tmp_path, "parallel.timeout_s=3")
+    error = run_workers(slow_reading, 2, path, 8, may_die=[1])[0]
     assert re.search(r"rank 1 on \S+ \(in step 2, reading\) has hung for \d+ s, the others wait", error), error
 
 
