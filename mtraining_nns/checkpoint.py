@@ -15,24 +15,25 @@ reads them too. Random numbers need no state: each step seeds its own. Ranks mus
 
 import json
 import os
-import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.host_adamw import MOMENTS
 from mtraining_nns.optim import make_room
+from mtraining_nns.resume import MANIFEST, read_json, steps
 from mtraining_nns.weights import cause, named_weights, read_tensors
 
-MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
-STEP = re.compile(r"step-(\d{6,})$")
 KINDS = ("weight", *MOMENTS)  # a file for each kind and rank: one is in memory at a time, and an export reads one kind
 
 
@@ -58,8 +59,7 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
     files: small texts by name, trainer.json among them. A kill at any moment leaves the earlier checkpoints; complete
     ones beyond the newest `keep` go once this one is complete. UserError on all ranks where the disk takes no more.
     """
-    final = os.path.join(folder, f"step-{step:06d}")
-    partial = os.path.join(folder, f".step-{step:06d}.partial")
+    final, partial = folders(folder, step)
     if _rank() == 0:
         _remove_partial(folder)
         os.makedirs(partial)
@@ -74,7 +74,7 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
         fault = cause(error)
     if _rank() == 0:
         fault = fault or _complete(partial, final, files)
-    fault = _of_rank_0(fault)
+    fault = of_rank_0(fault)
     if fault:
         if _rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -83,11 +83,33 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
             " from the latest of them"
         )
     if _rank() == 0:
-        complete = [old for old in _steps(folder, before=step) if not incomplete(os.path.join(folder, old))]
-        for old in complete[keep - 1 :]:
-            shutil.rmtree(os.path.join(folder, old))
+        own = (old for old in steps(folder, "torch") if old.engine == "torch" and old.step < step)
+        for old in [old for old in own if not old.fault()][keep - 1 :]:
+            shutil.rmtree(old.path)
     _barrier()
     return final
+
+
+def folders(folder: str, step: int) -> tuple[str, str]:
+    """(a checkpoint, where it lies until it is complete)."""
+    return os.path.join(folder, f"step-{step:06d}"), os.path.join(folder, f".step-{step:06d}.partial")
+
+
+def save_alone(folder: str, step: int, kinds: Iterable[tuple[str, dict[str, torch.Tensor]]], files: dict) -> str | None:
+    """`save` by one process, of whole tensors by kind and name: why it failed, or None."""
+    final, partial = folders(folder, step)
+    _remove_partial(folder)
+    os.makedirs(partial)
+    try:
+        for number, (kind, tensors) in enumerate(kinds, 1):
+            named = {f"{kind}/{name}": tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(named, os.path.join(partial, f"shard-00001-model-{number:05d}-of-{len(KINDS):05d}.safetensors"))
+        fault = _complete(partial, final, files)
+    except (OSError, SafetensorError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        shutil.rmtree(partial, ignore_errors=True)
+    return fault
 
 
 def load(path: str, state: State) -> dict:
@@ -96,64 +118,6 @@ def load(path: str, state: State) -> dict:
     make_room(state.optimizer, trainer["step"])
     read_tensors(state.tensors(), path)
     return trainer
-
-
-def find(folder: str, resume: str) -> str | None:
-    """The checkpoint that `checkpoint.resume` means: auto (latest complete one or none), never, or a path."""
-    if resume == "never":
-        if _steps(folder):
-            raise UserError(
-                f"checkpoint.dir={folder} holds {_steps(folder)[0]} of another run; continue it with"
-                " checkpoint.resume=auto, remove it, or take an empty folder"
-            )
-        return None
-    if resume == "auto":
-        return latest_complete(folder)
-    found = resume if STEP.search(os.path.normpath(resume)) else latest_complete(resume)
-    if found is None:
-        raise UserError(f"{resume} holds no complete checkpoint; give a checkpoint.dir or one of its step folders")
-    fault = incomplete(found)
-    if fault:
-        raise UserError(f"{found} is not complete: {fault}; take another checkpoint")
-    newest = next(iter(_steps(folder)), None)
-    if newest is not None and _step(newest) > _step(os.path.normpath(found)):
-        raise UserError(
-            f"{found} is older than {newest} in checkpoint.dir={folder}, which would be mistaken for its continuation;"
-            " remove that or take another checkpoint.dir"
-        )
-    return found
-
-
-def latest_complete(folder: str) -> str | None:
-    """Newest complete checkpoint of a run's folder; says which newer ones it passes over and why."""
-    for name in _steps(folder):
-        path = os.path.join(folder, name)
-        fault = incomplete(path)
-        if not fault:
-            return path
-        if _rank() == 0:
-            print(f"checkpoint {path} is passed over: {fault}", flush=True)
-    return None
-
-
-def incomplete(path: str, manifest: str = MANIFEST) -> str | None:
-    """Why a checkpoint cannot be used, or None if every file of its manifest is there with its size."""
-    try:
-        sizes = read_json(path, manifest)["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"no readable {manifest} ({type(error).__name__})"
-    for name, size in sizes.items():
-        file = os.path.join(path, name)
-        found = os.path.getsize(file) if os.path.isfile(file) else None
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}" if found is not None else f"{name} is missing"
-    return None
-
-
-def read_json(path: str, name: str) -> dict:
-    """A JSON file of a checkpoint."""
-    with open(os.path.join(path, name), encoding="utf-8") as stream:
-        return json.load(stream)
 
 
 def _complete(partial: str, final: str, files: dict[str, str]) -> str | None:
@@ -192,16 +156,6 @@ def _sync_folder(path: str) -> None:
     os.close(handle)
 
 
-def _steps(folder: str, before: float = float("inf")) -> list[str]:
-    """Names of the step folders below a step, newest first."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted((name for name in names if STEP.match(name) and _step(name) < before), key=_step, reverse=True)
-
-
-def _step(path: str) -> int:
-    return int(STEP.search(path)[1])
-
-
 def _remove_partial(folder: str) -> None:
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
@@ -209,7 +163,8 @@ def _remove_partial(folder: str) -> None:
             shutil.rmtree(os.path.join(folder, name))
 
 
-def _of_rank_0(text: str | None) -> str | None:
+def of_rank_0(text: str | None) -> str | None:
+    """The text of rank 0 on all ranks. Collective."""
     told = [text]
     if dist.is_initialized():
         dist.broadcast_object_list(told)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from mtraining_nns import checkpoint, nnscaler_states
+from mtraining_nns import nnscaler_states, resume
 from mtraining_nns.data import tokenizer as tokenizers
 from mtraining_nns.data.atomic import new_folder
 from mtraining_nns.errors import UserError
@@ -42,7 +42,7 @@ def export(source: str, out: str) -> None:
     recipe = Recipe.load(os.path.join(path, "recipe.yaml"))
     check_out(out)
     lm = read(path, getattr(torch, recipe.model.dtype))
-    publish(lm, recipe, out, checkpoint.read_json(path, "generation_config.json"), os.path.join(run, TOKENIZER))
+    publish(lm, recipe, out, resume.read_json(path, "generation_config.json"), os.path.join(run, TOKENIZER))
 
 
 def read_trained(source: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -55,13 +55,8 @@ def _locate(source: str) -> tuple[str, str, Callable[[str, torch.dtype], torch.n
     """(checkpoint, folder of its run, what reads it)."""
     if not os.path.isdir(source):
         raise UserError(f"{source} is no checkpoint; give a checkpoint.dir or one of its step folders")
-    path = nnscaler_states.find(source)
-    if path not in (None, source) and (other := checkpoint.latest_complete(source)):
-        raise UserError(f"{source} holds checkpoints of both engines, {other} and {path}; give one of them")
-    if path is not None:
-        return path, nnscaler_states.run_folder(path), read_nnscaler_model
-    path = checkpoint.find(source, source)
-    return path, os.path.dirname(os.path.abspath(path)), read_model
+    found = resume.find(source, source, "torch", tell=print)
+    return found.path, found.run, read_model if found.engine == "torch" else read_nnscaler_model
 
 
 def convert(source: str, out: str, dtype: str = "bfloat16") -> None:

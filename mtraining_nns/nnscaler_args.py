@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict
 
 from mtraining_nns import __version__, digest
-from mtraining_nns.nnscaler_states import STATES
+from mtraining_nns.resume import STATES
 
 PARTS = "mtraining_nns.nnscaler_parts"
 OPTIMIZERS = {  # by precision and offload
@@ -29,7 +29,7 @@ def folders(recipe) -> tuple[str, str]:
     return os.path.join(recipe.checkpoint.dir, "nnscaler", "code"), os.path.join(recipe.checkpoint.dir, STATES)
 
 
-def trainer_args(recipe, path: str, *, resume: str | None = None) -> dict:
+def trainer_args(recipe, path: str, *, resume_from: dict | None = None) -> dict:
     """The arguments of a resolved recipe that lies at `path`, as plain values."""
     train, parallel, (code, states) = recipe.train, recipe.parallel, folders(recipe)
     read, bf16 = {"recipe": os.path.abspath(path)}, train.precision == "bf16"
@@ -85,7 +85,7 @@ def trainer_args(recipe, path: str, *, resume: str | None = None) -> dict:
             "save_best": False,
             "every_n_train_steps": recipe.checkpoint.every or train.steps,
             "keep_last_n_checkpoints": recipe.checkpoint.keep,
-            **({"resume_from": {"checkpoint": resume}} if resume else {}),
+            **({"resume_from": resume_from} if resume_from else {}),
         },
         "hook": {"type": f"{PARTS}.RecipeHook", "args": read},
         "debug": {"check_gradient_sync_cross_devices": False},

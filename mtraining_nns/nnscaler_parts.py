@@ -213,7 +213,16 @@ class RecipeHook(TrainHook):
         if self.progress.data is not None:
             config = self.recipe.checkpoint
             self.data.check_resumed(config.dir, self.progress.data, config.resume)
+        self._set_optimizer(trainer, state)
         _Joined.world.say(f"resumed after step {len(self.progress.losses)}")
+
+    def _set_optimizer(self, trainer, state: dict) -> None:
+        """Learning rate, weight decay and the like are the recipe's, not the checkpoint's, as in the torch engine."""
+        rate = learning_rate(len(self.progress.losses), self.recipe.train)
+        for number, optimizer in enumerate(trainer.optimizer.optimizers):
+            (stored,), (own,) = state["optimizer"]["param_groups"][0]["children"][number], optimizer.param_groups
+            stored.update({**own, "lr": rate, "params": stored.get("params")})
+        state["lr_scheduler"]["base_lrs"] = trainer.lr_scheduler.base_lrs
 
     def on_save_checkpoint(self, trainer, state: dict) -> None:
         """Called before the files are written."""

@@ -15,12 +15,11 @@ import os
 import shutil
 import time
 
-from mtraining_nns.checkpoint import incomplete, read_json, write
+from mtraining_nns.checkpoint import write
 from mtraining_nns.engines import nnscaler_fault
 from mtraining_nns.errors import UserError
+from mtraining_nns.resume import COMPLETE, Found
 
-COMPLETE = "complete.json"
-STATES = os.path.join("nnscaler", "states")  # in checkpoint.dir
 PREFIX = "traced.lm."  # of the causal LM's weights in what is compiled
 
 
@@ -46,25 +45,9 @@ def wait(folder: str, step: int, timeout_s: float) -> None:
 def remove_incomplete(folder: str) -> None:
     """Remove what killed saves left: the trainer would count it among the checkpoints to keep."""
     for name in os.listdir(folder) if os.path.isdir(folder) else []:
-        if os.path.isdir(path := os.path.join(folder, name)) and incomplete(path, COMPLETE):
-            shutil.rmtree(path)
-
-
-def latest(folder: str) -> str | None:
-    """The newest complete checkpoint of a folder."""
-    paths = [os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
-    complete = [path for path in paths if not incomplete(path, COMPLETE)]
-    return max(complete, key=lambda path: read_json(path, COMPLETE)["step"], default=None)
-
-
-def find(source: str) -> str | None:
-    """A complete checkpoint: `source` itself, or the latest one of a checkpoint.dir."""
-    return latest(os.path.join(source, STATES)) if incomplete(source, COMPLETE) else source
-
-
-def run_folder(path: str) -> str:
-    """The checkpoint.dir of a checkpoint."""
-    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(path))))
+        found = Found.at(os.path.join(folder, name))
+        if found is not None and found.fault():
+            shutil.rmtree(found.path)
 
 
 def named(model) -> list[tuple]:
@@ -74,17 +57,21 @@ def named(model) -> list[tuple]:
 
 def merged_weights(path: str) -> dict:
     """Tensors of the causal LM by name, on the CPU, from all ranks' files of a checkpoint."""
+    return {name.removeprefix(PREFIX): tensor for name, tensor in merged(path, model_only=True)["model"].items()}
+
+
+def merged(path: str, *, model_only: bool = False) -> dict:
+    """A checkpoint as one process would have written it, in nnScaler's form, on the CPU."""
     if fault := nnscaler_fault():
         raise UserError(f"{path} is a checkpoint of nnScaler, which reads it: {fault}")
     from nnscaler.cli.serialization import Checkpointer
     from nnscaler.cli.trainer import Trainer
 
     files = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".ckpt")]
-    merged = os.path.join(path, f".merged-{os.getpid()}.ckpt")
+    whole = os.path.join(path, f".merged-{os.getpid()}.ckpt")
     try:
-        Trainer.merge_checkpoint(files, merged, model_only=True)
-        model = Checkpointer().load(merged)["model"]
+        Trainer.merge_checkpoint(files, whole, model_only=model_only)
+        return Checkpointer().load(whole)
     finally:
-        if os.path.exists(merged):
-            os.remove(merged)
-    return {name.removeprefix(PREFIX): tensor for name, tensor in model.items()}
+        if os.path.exists(whole):
+            os.remove(whole)

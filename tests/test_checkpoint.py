@@ -14,7 +14,7 @@ import torch
 from distributed import run_workers
 from tiny import prepare, write_recipe
 
-from mtraining_nns import checkpoint
+from mtraining_nns import checkpoint, resume
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
 
@@ -78,30 +78,51 @@ def test_moments_in_host_memory_change_nothing_and_may_come_and_go(straight, tmp
 def test_a_truncated_or_missing_file_passes_a_checkpoint_over(run, capsys):
     shard = sorted((run / "step-000006").glob("shard-*"))[3]
     os.truncate(shard, shard.stat().st_size - 1)
-    assert checkpoint.latest_complete(str(run)).endswith("step-000004")
+    assert resume.latest(str(run), tell=print).path.endswith("step-000004")
     assert f"{shard.name} has {shard.stat().st_size} bytes instead of" in capsys.readouterr().out
     (run / "step-000004" / "trainer.json").unlink()
-    assert checkpoint.latest_complete(str(run)).endswith("step-000002")
+    assert resume.latest(str(run), tell=print).path.endswith("step-000002")
     assert "trainer.json is missing" in capsys.readouterr().out
     (run / "step-000002" / "manifest.json").unlink()
-    assert checkpoint.latest_complete(str(run)) is None
+    assert resume.latest(str(run), tell=print) is None
 
 
 def test_which_checkpoint_a_recipe_means(run, tmp_path):
-    assert checkpoint.find(str(run), "auto").endswith("step-000006")
-    assert checkpoint.find(str(tmp_path / "none"), "auto") is None
-    assert checkpoint.find(str(tmp_path / "none"), "never") is None
-    assert checkpoint.find(str(tmp_path / "none"), str(run)).endswith("step-000006")
-    assert checkpoint.find(str(tmp_path / "none"), f"{run}/step-000002/") == f"{run}/step-000002/"
+    def find(folder, means):
+        return resume.find(str(folder), means, "torch", print)
+
+    assert find(run, "auto").path.endswith("step-000006")
+    assert find(tmp_path / "none", "auto") is None
+    assert find(tmp_path / "none", "never") is None
+    assert find(tmp_path / "none", str(run)).path.endswith("step-000006")
+    assert find(tmp_path / "none", f"{run}/step-000002/").path == f"{run}/step-000002"
     with pytest.raises(UserError, match="holds step-000006 of another run"):
-        checkpoint.find(str(run), "never")
+        find(run, "never")
     with pytest.raises(UserError, match="holds no complete checkpoint"):
-        checkpoint.find(str(run), str(tmp_path))
+        find(run, str(tmp_path))
     with pytest.raises(UserError, match="step-000002 is older than step-000006"):
-        checkpoint.find(str(run), str(run / "step-000002"))
+        find(run, str(run / "step-000002"))
     (run / "step-000002" / "manifest.json").unlink()
     with pytest.raises(UserError, match="step-000002 is not complete: no readable manifest.json"):
-        checkpoint.find(str(run), str(run / "step-000002"))
+        find(run, str(run / "step-000002"))
+
+
+def test_the_newest_of_both_engines_counts_and_of_equals_ones_own(run, tmp_path):
+    def find(means, engine):
+        return resume.find(str(run), means, engine, print).name
+
+    for step, file in ((4, "complete.json"), (6, "complete.json")):
+        folder = run / "nnscaler" / "states" / f"0000-{step:04d}"
+        folder.mkdir(parents=True)
+        (folder / file).write_text('{"step": 0, "files": {}}')
+    assert (find("auto", "torch"), find("auto", "nnscaler")) == ("step-000006", "0000-0006")
+    assert find(str(run / "nnscaler" / "states" / "0000-0006"), "torch") == "0000-0006"
+    shutil.rmtree(run / "step-000006")
+    assert find("auto", "torch") == "0000-0006"
+    (run / "nnscaler" / "states" / "0000-0007").mkdir()
+    assert find("auto", "torch") == "0000-0006", "without its list a checkpoint does not count"
+    found = resume.latest(str(run))
+    assert found.run == str(run) and resume.latest(f"{run}/step-000004") is None
 
 
 def whole_state(rank, world_size, path, source):
@@ -155,7 +176,7 @@ def test_a_failed_save_leaves_the_older_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_publish", lambda *paths: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         checkpoint.save(str(tmp_path), 2, state, files=files, keep=1)
-    assert checkpoint.latest_complete(str(tmp_path)).endswith("step-000001")
+    assert resume.latest(str(tmp_path)).path.endswith("step-000001")
 
 
 def what_it_says(rank, world_size, path, overrides):
@@ -195,7 +216,7 @@ def test_a_save_that_fails_says_so_and_keeps_the_earlier_ones(run, monkeypatch):
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", no_space)
     with pytest.raises(UserError, match="step-000008 failed, earlier checkpoints are kept: OSError: No space left"):
         checkpoint.save(str(run), 8, checkpoint.State(lm, optimizer), files={}, keep=2)
-    assert checkpoint.latest_complete(str(run)).endswith("step-000006")
+    assert resume.latest(str(run)).path.endswith("step-000006")
 
 
 def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path):
@@ -228,7 +249,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoints(tmp_path):
     assert "No space left on device" in done.stderr or "os error 28" in done.stderr, done.stderr
     left = sorted(name for name in os.listdir(tmp_path / kept) if "step" in name)
     assert left == ["step-000001", "step-000002"]
-    assert checkpoint.latest_complete(str(tmp_path / kept)).endswith("step-000002")
+    assert resume.latest(str(tmp_path / kept)).path.endswith("step-000002")
 
 
 def test_changed_data_is_never_trained_on_unasked(run, tmp_path):

@@ -13,18 +13,25 @@ from mtraining_nns.parallelize import Request
 from mtraining_nns.recipe import Recipe
 
 
-@pytest.mark.parametrize(("engine", "other"), [("torch", "nnscaler/states/0000-0004/complete.json"),
-                                               ("nnscaler", "step-000004/manifest.json")])  # fmt: skip
-def test_an_engine_does_not_start_over_in_the_others_folder(tmp_path, monkeypatch, engine, other):
+def test_auto_goes_on_with_the_engine_of_the_newest_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "nnscaler_fault", lambda: "")
-    recipe = Recipe.load(write_recipe(tmp_path), [f"parallel.engine={engine}"])
+    recipe = Recipe.load(write_recipe(tmp_path), ["parallel.engine=auto"])
+    assert engines.choose(recipe) == ("nnscaler", "nnScaler is importable")
+    for place in ("step-000004/manifest.json", "nnscaler/states/0000-0008/complete.json", "step-000012/manifest.json"):
+        (tmp_path / "run" / place).parent.mkdir(parents=True)
+        (tmp_path / "run" / place).write_text('{"files": {}}')
+        assert engines.choose(recipe)[0] == ("nnscaler" if "nnscaler" in place else "torch")
+        engines.check(recipe)
+
+
+def test_checkpoints_of_nnscaler_are_no_start_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "nnscaler_fault", lambda: "nnScaler is not importable")
+    recipe = Recipe.load(write_recipe(tmp_path), [])
     engines.check(recipe)
-    file = tmp_path / "run" / other
+    file = tmp_path / "run" / "nnscaler" / "states" / "0000-0008" / "complete.json"
     file.parent.mkdir(parents=True)
-    file.write_text("{}")
-    with pytest.raises(
-        UserError, match=f"holds {file.parent.name} of the .* engine, which parallel.engine={engine} does"
-    ):
+    file.write_text('{"files": {}}')
+    with pytest.raises(UserError, match="0000-0008 is a checkpoint of nnScaler, which reads it: nnScaler is not imp"):
         engines.check(recipe)
 
 

@@ -155,12 +155,11 @@ def test_a_checkpoint_of_nnscaler_is_read_by_nnscaler(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_both_engines_is_asked_about(tmp_path):
+def test_of_a_folder_of_both_engines_the_newest_is_taken(tmp_path):
     folder, _ = trained(tmp_path, True, {"rope_theta": 1e4})
-    step = tmp_path / "run" / "nnscaler" / "states" / "0000-0009"
-    step.mkdir(parents=True)
-    nnscaler_states.mark(str(step.parent), 9, {"recipe.yaml": Path(write_recipe(tmp_path)).read_text()})
-    with pytest.raises(UserError, match="checkpoints of both engines, .*step-000002 and .*0000-0009; give one of them"):
-        export(str(tmp_path / "run"), str(tmp_path / "out"))
-    export(str(tmp_path / "run" / "step-000002"), str(tmp_path / "out"))
+    states = tmp_path / "run" / "nnscaler" / "states"
+    for step in ("0000-0001", "0000-0002"):
+        (states / step).mkdir(parents=True)
+        nnscaler_states.mark(str(states), int(step[-1]), {"recipe.yaml": Path(write_recipe(tmp_path)).read_text()})
+    export(str(tmp_path / "run"), str(tmp_path / "out"))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()

@@ -275,6 +275,32 @@ def test_stock_nnscaler_train_runs_the_resolved_file(folder, expected):
     assert all(line in told for line in losses), told
 
 
+TURNS = [  # engine, processes, steps done in the end, what the recipe changes
+    ("torch", 2, 2, []),
+    ("nnscaler", 2, 4, ["train.lr=5e-4", "train.weight_decay=0.3"]),
+    ("torch", 1, 6, ["parallel.cp=1", "train.lr=5e-4", "train.weight_decay=0.3"]),
+    ("nnscaler", 2, 8, ["train.betas=[0.8, 0.9]"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tied", "tolerance"), [("fp32", "true", 1e-5), ("bf16", "false", 2e-3)], ids=["fp32 tied", "bf16"]
+)
+def test_the_engines_go_on_from_each_other(folder, precision, tied, tolerance):
+    """Two steps each in turn, in one folder, as the torch engine alone would make them; the recipe's changes count."""
+    same = [f"train.precision={precision}", f"model.init.tie_word_embeddings={tied}", "log.eval_every=0"]
+    mixed, alone = f"turns-{precision}", f"alone-{precision}"
+    for engine, world, steps, changes in TURNS:
+        for name, runs in ((mixed, engine), (alone, "torch")):
+            train(folder, name, world, *same, f"parallel.engine={runs}", f"train.steps={steps}", *changes)
+    ours, theirs = (json.loads((folder / name / "summary.json").read_text()) for name in (mixed, alone))
+    assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
+    ours, theirs = weights(folder / mixed), weights(folder / alone)
+    assert ours.keys() == theirs.keys() and ("lm_head.weight" in ours) == (tied == "false")
+    for key, weight in ours.items():
+        assert (weight - theirs[key]).norm() < tolerance * theirs[key].norm(), key
+
+
 def test_a_signal_ends_a_run_after_a_checkpoint_and_the_same_command_goes_on(folder):
     """Between two checkpoints; the weights are those of a straight run to the bit."""
     more = ["parallel.engine=nnscaler", "train.steps=8", "log.eval_every=0", "log.niah_every=0"]

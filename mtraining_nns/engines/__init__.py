@@ -1,19 +1,14 @@
 """Engines: who runs the training loop of a recipe. Choosing one imports neither torch nor nnScaler."""
 
-import glob
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 
+from mtraining_nns import resume
 from mtraining_nns.environment import Process
 from mtraining_nns.errors import UserError
 
 ENGINES = {"torch": "mtraining_nns.engines.torch", "nnscaler": "mtraining_nns.engines.nnscaler"}
-CHECKPOINTS = {  # of each engine, complete ones, in checkpoint.dir
-    "torch": os.path.join("step-*", "manifest.json"),
-    "nnscaler": os.path.join("nnscaler", "states", "*", "complete.json"),
-}
 VERSION = "0.9"  # of nnScaler: 0.8 has no plans of operators and no ZeRO 3
 WHERE = "https://github.com/msrasys/nnscaler says how to install it"
 
@@ -36,26 +31,20 @@ def choose(recipe) -> tuple[str, str]:
         return wanted, "as the recipe says"
     if fault:
         return "torch", fault
-    for name in ENGINES:
-        if _newest(recipe, name):
-            return name, f"checkpoint.dir={recipe.checkpoint.dir} holds its checkpoints"
+    if (found := resume.latest(recipe.checkpoint.dir)) is not None:
+        return found.engine, f"checkpoint.dir={recipe.checkpoint.dir} holds its checkpoints"
     beyond = _beyond(recipe, "nnscaler")
     return ("torch", beyond) if beyond else default()
 
 
 def check(recipe) -> None:
-    """UserError for a recipe that its engine cannot do, and where the other engine has trained in its folder."""
+    """UserError for a recipe that its engine cannot do, and for checkpoints of nnScaler where it is not importable."""
     name = choose(recipe)[0]
     if beyond := _beyond(recipe, name):
         raise UserError(f"{beyond}, got {name}; leave one out")
-    for other in ENGINES:
-        found = _newest(recipe, other)
-        if other != name and found:
-            raise UserError(
-                f"checkpoint.dir={recipe.checkpoint.dir} holds {found} of the {other} engine, which"
-                f" parallel.engine={name} does not read; go on with parallel.engine={other}, or take another"
-                " checkpoint.dir"
-            )
+    found, fault = resume.latest(recipe.checkpoint.dir, name), nnscaler_fault()
+    if found is not None and found.engine == "nnscaler" and fault:
+        raise UserError(f"{found.path} is a checkpoint of nnScaler, which reads it: {fault}")
 
 
 def _beyond(recipe, name: str) -> str:
@@ -67,12 +56,6 @@ def _beyond(recipe, name: str) -> str:
         if asked:
             return f"train.{key} is for parallel.engine=torch"
     return ""
-
-
-def _newest(recipe, name: str) -> str | None:
-    """A complete checkpoint of an engine in the folder of a run."""
-    found = glob.glob(os.path.join(glob.escape(recipe.checkpoint.dir), CHECKPOINTS[name]))
-    return os.path.basename(os.path.dirname(max(found))) if found else None
 
 
 def nnscaler_fault() -> str:

@@ -12,8 +12,8 @@ import os
 import torch.distributed as dist
 from nnscaler.cli.trainer import Trainer
 
+from mtraining_nns import handover, nnscaler_states, resume, signals
 from mtraining_nns import nnscaler_parts as parts
-from mtraining_nns import nnscaler_states, signals
 from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines.held_out import check_held_out
@@ -30,11 +30,11 @@ def train(recipe: Recipe) -> dict:
     process, (_, states) = Process.launched() or Process(), folders(recipe)
     if recipe.data.eval_path is not None:
         check_held_out(recipe, read_manifest(recipe.data.first))
-    resume = _resume(recipe, states)
+    resume_from = _resume(recipe, states, print if process.rank == 0 else lambda text: None)
     if process.rank == 0:
         nnscaler_states.remove_incomplete(states)
     path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
-    trainer = Trainer(train_args=trainer_args(recipe, path, resume=resume))
+    trainer = Trainer(train_args=trainer_args(recipe, path, resume_from=resume_from))
     try:
         trainer.run()
     except signals.Stopped:
@@ -53,28 +53,21 @@ def train(recipe: Recipe) -> dict:
     parts.leave()
     dist.barrier()
     if process.rank == 0:
-        finish(recipe, nnscaler_states.latest(states), found)
+        finish(recipe, resume.latest(recipe.checkpoint.dir, "nnscaler").path, found)
     dist.destroy_process_group()
     return found
 
 
-def _resume(recipe: Recipe, states: str) -> str | None:
-    """The checkpoint to go on from, None for a fresh start; those that were not completed do not count."""
-    wanted = recipe.checkpoint.resume
-    if wanted not in ("auto", "never"):
-        found = nnscaler_states.find(wanted)
-        if found is None:
-            raise UserError(
-                f"{wanted} holds no complete checkpoint of nnScaler; give a checkpoint.dir or one of its step folders"
-            )
-        return found
-    newest = nnscaler_states.latest(states)
-    if wanted == "never" and newest is not None:
-        raise UserError(
-            f"checkpoint.dir={recipe.checkpoint.dir} holds {os.path.basename(newest)} of another run; continue it with"
-            " checkpoint.resume=auto, remove it, or take an empty folder"
-        )
-    return newest
+def _resume(recipe: Recipe, states: str, tell) -> dict | None:
+    """nnScaler's `resume_from` for the checkpoint to go on from, None for a fresh start."""
+    found = resume.find(recipe.checkpoint.dir, recipe.checkpoint.resume, "nnscaler", tell)
+    if found is None:
+        return None
+    tell(f"going on from {found.path}" + "".join(f"; {text}" for text in resume.changes(found.path, recipe)))
+    if found.engine == "nnscaler":
+        return {"checkpoint": found.path}
+    file = handover.file_for_nnscaler(found, states, bf16=recipe.train.precision == "bf16")
+    return {"checkpoint": file, "convert_fn": "mtraining_nns.handover.from_torch"}
 
 
 def _hook(trainer: Trainer) -> parts.RecipeHook:

@@ -7,13 +7,12 @@ Files: `world.py` processes and ring, `feed.py` batches, `step.py` one step, `he
 """
 
 import json
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from mtraining_nns import checkpoint, hf, signals, spikes
+from mtraining_nns import checkpoint, handover, hf, resume, signals, spikes
 from mtraining_nns.checkpoint import State
 from mtraining_nns.data.store import read_manifest
 from mtraining_nns.engines import faults
@@ -51,7 +50,7 @@ def train(recipe: Recipe) -> dict:
         signals.all_is_saved("all steps are done and saved, the same command evaluates and exports")
         found = run.finish()
     if world.rank == 0:
-        finish(recipe, checkpoint.latest_complete(recipe.checkpoint.dir), found)
+        finish(recipe, resume.latest(recipe.checkpoint.dir).path, found)
     return found
 
 
@@ -79,7 +78,7 @@ class Run:
         if recipe.data.eval_path is not None:
             check_held_out(recipe, feed.data.manifest)
         hidden = needles(recipe) if recipe.log.niah_every else []
-        found = checkpoint.find(recipe.checkpoint.dir, recipe.checkpoint.resume)
+        found = resume.find(recipe.checkpoint.dir, recipe.checkpoint.resume, "torch", world.say)
         try:
             model, operator = build_sharded(recipe, world, load=found is None)
         except UserError:
@@ -223,19 +222,15 @@ def build_sharded(recipe: Recipe, world: World, *, load: bool) -> tuple[CausalLM
     return model, operator
 
 
-def _resume(path: str, state: State, recipe: Recipe, feed: Feed) -> dict:
-    """Load a checkpoint and return its trainer.json; says what changed in the recipe since."""
-    before, now = (_flat(asdict(r)) for r in (Recipe.load(os.path.join(path, "recipe.yaml")), recipe))
-    changed = {key: f"{key} {before[key]} -> {now[key]}" for key in now if now[key] != before.get(key)}
-    model = [text for key, text in changed.items() if key.startswith("model.") and key != "model.dtype"]
-    if model:
-        raise UserError(f"{path} is of another model ({model[0]}); take another checkpoint.dir")
-    data = checkpoint.read_json(path, checkpoint.TRAINER)["data"]
+def _resume(found: resume.Found, state: State, recipe: Recipe, feed: Feed) -> dict:
+    """Load a checkpoint of either engine and return its trainer.json; says what changed in the recipe since."""
+    world, changes = feed.world, resume.changes(found.path, recipe)
+    path = found.path
+    if found.engine != "torch":
+        world.at("taking over a checkpoint")
+        path = handover.to_torch(found, recipe.checkpoint.dir)
+    data = resume.read_json(path, checkpoint.TRAINER)["data"]
     feed.data.check_resumed(path, data, recipe.checkpoint.resume)
     trainer = checkpoint.load(path, state)
-    feed.world.say(f"resumed {path} after step {trainer['step']}" + "".join(f"; {text}" for text in changed.values()))
+    world.say(f"resumed {found.path} after step {trainer['step']}" + "".join(f"; {text}" for text in changes))
     return trainer
-
-
-def _flat(sections: dict) -> dict:
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
