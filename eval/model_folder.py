@@ -26,9 +26,8 @@ def read(kind, path: str | Path, *, place=None, **options):
         return kind.from_pretrained(path, local_files_only=True, **options)
     except Exception as error:  # a class of its own for each check, and those of JSON, safetensors and torch
         reason = shorten(str(error).split("\n\n")[0], 240).rstrip(".") or type(error).__name__
-        raise UserError(
-            f"{place or path} cannot be loaded: {reason}; take a whole model, or export it again"
-        ) from error
+        fix = "install it" if isinstance(error, ImportError) else "take a whole model, or export it again"
+        raise UserError(f"{place or path} cannot be loaded: {reason}; {fix}") from error
 
 
 def read_causal_lm(path: str | Path, *, place=None, **options):

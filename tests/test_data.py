@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_order import sample_ids
 
 from mtraining_nns.data import store
 from mtraining_nns.data.collator import IGNORED_LABEL, collate, collate_ring
-from mtraining_nns.data.dataset import PackedDataset, sample_ids
+from mtraining_nns.data.dataset import PackedDataset
 from mtraining_nns.data.guard import batch_fingerprint
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.layout import Layout

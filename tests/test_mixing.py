@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from data_order import sample_ids
 from distributed import run_workers
 from test_engine import run_engine
 from tiny import pack, prepare, write_recipe
 
 from mtraining_nns.data import shares
-from mtraining_nns.data.dataset import sample_ids
 from mtraining_nns.data.mixture import Mixture
 from mtraining_nns.errors import UserError
 

