@@ -56,7 +56,7 @@ class Found:
         return incomplete(self.path, LISTS[self.engine])
 
 
-def find(folder: str, resume: str, engine: str, tell: Callable[[str], None]) -> Found | None:
+def find(folder: str, resume: str, engine: str, tell: Callable[[str], None] | None = None) -> Found | None:
     """The checkpoint that `checkpoint.resume` means: auto (latest complete one or none), never, or a path.
 
     Of two after the same step `engine`'s own counts; tell is given a line for each that is passed over.

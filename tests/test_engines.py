@@ -22,6 +22,10 @@ def test_auto_goes_on_with_the_engine_of_the_newest_checkpoint(tmp_path, monkeyp
         (tmp_path / "run" / place).write_text('{"files": {}}')
         assert engines.choose(recipe)[0] == ("nnscaler" if "nnscaler" in place else "torch")
         engines.check(recipe)
+    told = engines.choose(Recipe.load(write_recipe(tmp_path), ["parallel.engine=auto", "parallel.zero=1"]))
+    assert told == ("nnscaler", "parallel.zero=1 is for parallel.engine=nnscaler (torch has 2 and 3)")
+    with pytest.raises(UserError, match="holds step-000012 of another run"):
+        engines.check(replace(recipe, checkpoint=replace(recipe.checkpoint, resume="never")))
 
 
 def test_checkpoints_of_nnscaler_are_no_start_without_it(tmp_path, monkeypatch):

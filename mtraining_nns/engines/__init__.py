@@ -22,7 +22,7 @@ def default() -> tuple[str, str]:
 def choose(recipe) -> tuple[str, str]:
     """(name, reason) of the engine that runs a recipe; UserError if the one that it asks for cannot run here.
 
-    `auto` goes on with the engine whose checkpoints the run's folder holds, and leaves to torch what it alone can do.
+    `auto` takes the one that alone can do what the recipe says, else that of the newest checkpoint in the run's folder.
     """
     wanted, fault = recipe.parallel.engine, nnscaler_fault()
     if wanted == "nnscaler" and fault:
@@ -31,18 +31,20 @@ def choose(recipe) -> tuple[str, str]:
         return wanted, "as the recipe says"
     if fault:
         return "torch", fault
+    for name, other in zip(ENGINES, reversed(ENGINES)):
+        if beyond := _beyond(recipe, other):
+            return name, beyond
     if (found := resume.latest(recipe.checkpoint.dir)) is not None:
         return found.engine, f"checkpoint.dir={recipe.checkpoint.dir} holds its checkpoints"
-    beyond = _beyond(recipe, "nnscaler")
-    return ("torch", beyond) if beyond else default()
+    return default()
 
 
 def check(recipe) -> None:
-    """UserError for a recipe that its engine cannot do, and for checkpoints of nnScaler where it is not importable."""
+    """UserError for a recipe that its engine cannot do, and for a checkpoint that it cannot go on from."""
     name = choose(recipe)[0]
     if beyond := _beyond(recipe, name):
         raise UserError(f"{beyond}, got {name}; leave one out")
-    found, fault = resume.latest(recipe.checkpoint.dir, name), nnscaler_fault()
+    found, fault = resume.find(recipe.checkpoint.dir, recipe.checkpoint.resume, name), nnscaler_fault()
     if found is not None and found.engine == "nnscaler" and fault:
         raise UserError(f"{found.path} is a checkpoint of nnScaler, which reads it: {fault}")
 

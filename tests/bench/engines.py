@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--nproc", type=int, required=True)
+    parser.add_argument("--nnscaler", nargs="+", default=[], metavar="K=V", help="of nnScaler alone: parallel.zero=1")
     parser.add_argument("--out", type=Path, default=Path("runs/engines"))
     args = parser.parse_intermixed_args()
     found = {engine: run(engine, args) for engine in ENGINES}
@@ -36,6 +37,7 @@ def run(engine: str, args) -> dict:
     """summary.json of the recipe on an engine."""
     folder = args.out / engine
     changes = [*args.overrides, f"parallel.engine={engine}", f"checkpoint.dir={folder}", "checkpoint.resume=never"]
+    changes += args.nnscaler if engine == "nnscaler" else []
     line = [sys.executable, "-m", "mtraining_nns.cli", "train", args.recipe, "--nproc", str(args.nproc), *changes]
     subprocess.run(line, check=True)
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
