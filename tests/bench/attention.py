@@ -56,14 +56,15 @@ class Shape:
     def __str__(self):
         return f"S {self.seq_len:7d}  {self.heads:2d}/{self.kv_heads}  d {self.dim:3d}"
 
-    def inputs(self):
-        return random_inputs(self.seq_len, self.heads, self.kv_heads, self.dim)
+    def inputs(self, device="cuda"):
+        dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+        return random_inputs(self.seq_len, self.heads, self.kv_heads, self.dim, device, dtype)
 
 
-def standard_index(seq_len: int, heads: int, density: float | None = None) -> DistanceIndex:
+def standard_index(seq_len: int, heads: int, density: float | None = None, device="cuda") -> DistanceIndex:
     """The standard pattern, or one of the same kind that keeps about `density` of the causal pairs."""
     settings = {} if density is None else of_density(seq_len, density)
-    return pattern_index(*standard_pattern(seq_len, heads, **settings), seq_len, BLOCK)
+    return pattern_index(*standard_pattern(seq_len, heads, **settings), seq_len, BLOCK, device)
 
 
 def of_density(seq_len: int, density: float) -> dict[str, int]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 from attention import Shape, operator_of, standard_index
-from ring import passes
+from ring import passes, step_ms
 
 from mtraining_nns.ops import homeward, hops
 from mtraining_nns.ops.config import LAYOUTS
@@ -55,7 +55,7 @@ def main() -> None:
     for seq_len in args.seq_len:
         shape, index = Shape(seq_len, heads, kv_heads, args.dim), standard_index(seq_len, heads)
         settings = {"layout": args.layout, "backend": args.backend, "device_type": "cuda"}
-        alone, _ = passes(operator_of(index, **settings), shape.inputs(), seq_len)
+        alone = step_ms(passes(operator_of(index, **settings), shape.inputs(), seq_len))
         print(f"{shape}  one GPU            {alone[0]:8.2f} {alone[1]:8.2f}", flush=True)
         for world in args.worlds:
             inputs = replace(shape, seq_len=seq_len // world).inputs()
@@ -63,7 +63,7 @@ def main() -> None:
                 ring = Alone(world // 2, tuple(range(world)), mode=mode)
                 operator = operator_of(index, ring, **settings)
                 operator._agree = lambda *sizes: None
-                ms, _ = passes(operator, inputs, seq_len)
+                ms = step_ms(passes(operator, inputs, seq_len))
                 ratios = [mine * world / whole for mine, whole in zip(ms, alone)]
                 print(
                     f"{shape}  rank of {world:2d} {mode:6s} {ms[0]:8.2f} {ms[1]:8.2f}"

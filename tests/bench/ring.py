@@ -12,97 +12,139 @@ it, mean over ranks. Medians, a layer.
 
 import argparse
 import os
+import re
 import statistics
 import time
-from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from attention import BLOCK, Shape, operator_of, standard_index
 
+from mtraining_nns.ops import clock
 from mtraining_nns.ops.config import LAYOUTS, AttentionConfig
 from mtraining_nns.ops.index import DistanceIndex
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.ops.ring import MODES, Circle, Ring
+from mtraining_nns.ops.ring import MODES, Circle, Ring, placed
 
-REPEATS, LAYERS = 10, 4
-DENSE = (3, 1)  # a dense pass takes seconds
+WAIT = "wait for "  # spans of the waits for one transfer begin so
+Milliseconds = dict[str, float]  # by the name of a span
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How often both passes are repeated, layers queued in a row, and turns before those that count."""
+
+    repeats: int = 10
+    layers: int = 4
+    warmup: int = 2
+
+
+DENSE = Turns(repeats=3, layers=1)  # a dense pass takes seconds
 
 
 @contextmanager
-def exposed(waits: dict):
-    """Within it every wait of a transfer is timed: (before, after) events by what travelled."""
+def named_waits():
+    """Within it the clock has a span for every wait, by what travels, the same on all ranks."""
     arrived = Circle.arrived
 
-    def timed(self, work, what):
-        if torch.cuda.current_stream() != torch.cuda.default_stream():
-            return arrived(self, work, what)  # a transfer waits for another one: nothing stands still
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        arrived(self, work, what)
-        events[1].record()
-        waits[what.partition(":")[0]].append(events)
+    def named(self, work, what):
+        with clock.span(WAIT + re.split(" over ranks|: rank", placed(what))[0]):
+            arrived(self, work, what)
 
-    Circle.arrived = timed
+    Circle.arrived = named
     try:
         yield
     finally:
         Circle.arrived = arrived
 
 
-def passes(operator, inputs, seq_len: int, repeats=REPEATS, layers=LAYERS) -> tuple[list[float], list[dict]]:
-    """Milliseconds of a forward and a backward pass, and the exposed waits of both."""
+def passes(operator, inputs, seq_len: int, turns=Turns(), *, by_hop=True) -> tuple[Milliseconds, Milliseconds]:
+    """Of a layer's forward and backward pass, by the spans of `ops/clock.py`; "step" is all of it.
+
+    CUDA events, wall time on a CPU. by_hop: waits by what travels, too, which takes some of the host's time.
+    """
     *tensors, dout = inputs
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    times, waits = ([], []), [defaultdict(list), defaultdict(list)]
-    for turn in range(repeats + 2):
-        ready = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    leaves, found = [x.detach().requires_grad_() for x in tensors], []
+    for _ in range(turns.warmup + turns.repeats):
         if dist.is_initialized() and operator.ring.world > 1:
             dist.barrier()
-        kept = waits if turn >= 2 else [defaultdict(list), defaultdict(list)]
-        torch.cuda.synchronize()
-        ready[0].record()
-        with exposed(kept[0]):
-            outs = [operator(*leaves, seq_len=seq_len) for _ in range(layers)]
-        ready[1].record()
-        with exposed(kept[1]):
-            while outs:
-                torch.autograd.grad(outs.pop(), leaves, dout)
-        ready[2].record()
-        torch.cuda.synchronize()
-        if turn >= 2:
-            for part in (0, 1):
-                times[part].append(ready[part].elapsed_time(ready[part + 1]) / layers)
-    by_what = [{what: [a.elapsed_time(b) for a, b in events] for what, events in part.items()} for part in waits]
-    return [statistics.median(part) for part in times], by_what
+        if dout.is_cuda:
+            torch.cuda.synchronize()
+        with named_waits() if by_hop else nullcontext():
+            with clock.running(dout.device) as forward:
+                outs = [operator(*leaves, seq_len=seq_len) for _ in range(turns.layers)]
+            with clock.running(dout.device) as backward:
+                while outs:
+                    torch.autograd.grad(outs.pop(), leaves, dout)
+        found.append((forward.seconds(), backward.seconds()))
+    forward, backward = zip(*found[turns.warmup :])
+    return _medians(forward, turns.layers), _medians(backward, turns.layers)
+
+
+def _medians(found, layers: int) -> Milliseconds:
+    return {name: 1e3 * statistics.median(turn[name] for turn in found) / layers for name in found[0]}
+
+
+def step_ms(found: tuple[Milliseconds, Milliseconds]) -> list[float]:
+    """Of all that a pass does."""
+    return [part["step"] for part in found]
+
+
+def slowest(values: list[float], device) -> list[float]:
+    """Of each value the largest over all ranks."""
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def mean(values: list[float], device) -> list[float]:
+    """Of each value the mean over all ranks."""
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found)
+    return (found / dist.get_world_size()).tolist()
+
+
+def waits_ms(found: tuple[Milliseconds, Milliseconds], device) -> Milliseconds:
+    """Exposed time of each transfer, mean over ranks."""
+    waits = {
+        f"{way}: {name.removeprefix(WAIT)}": ms
+        for way, part in zip(("forward", "backward"), found)
+        for name, ms in part.items()
+        if name.startswith(WAIT)
+    }
+    return dict(zip(waits, mean(list(waits.values()), device))) if waits else {}
+
+
+def show_waits(waits: Milliseconds) -> None:
+    for what, ms in waits.items():
+        print(f"    {what:65s} exposed {ms:7.3f} ms", flush=True)
 
 
 def report(name: str, shape: Shape, index: DistanceIndex, rings: dict[str, Ring], **settings) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     config, inner = AttentionConfig(block=index.block, **settings), next(iter(rings.values())).node_size
     layout = Layout.of(config, shape.seq_len, world, inner)
-    inputs, size = shape.inputs(), DENSE if index.dense else (REPEATS, LAYERS)
+    inputs, turns = shape.inputs(), DENSE if index.dense else Turns()
     alone = [0.0, 0.0]
     if rank == 0:
-        alone, _ = passes(operator_of(index, device_type="cuda", **settings), inputs, shape.seq_len, *size)
+        alone = step_ms(passes(operator_of(index, device_type="cuda", **settings), inputs, shape.seq_len, turns))
         print(f"{shape}  {name:18s} one GPU          {alone[0]:8.2f} {alone[1]:8.2f}", flush=True)
     dist.barrier()
     local = [layout.shard(x, rank) for x in inputs]
     del inputs
     for mode, ring in rings.items():
         operator = operator_of(index, ring, "cuda", **settings)
-        found, waits = passes(operator, local, shape.seq_len, *size)
-        slowest = torch.tensor(found, device="cuda")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        ms, ideal = slowest.tolist(), [part / world for part in alone]
+        found = passes(operator, local, shape.seq_len, turns)
+        ms, waits, ideal = slowest(step_ms(found), "cuda"), waits_ms(found, "cuda"), [part / world for part in alone]
         if rank == 0:
             print(
                 f"{shape}  {name:18s} ring of {world} {mode:6s} {ms[0]:8.2f} {ms[1]:8.2f}"
                 f"  x ideal {ms[0] / ideal[0]:.3f} {ms[1] / ideal[1]:.3f}  sum {sum(ms) / sum(ideal):.3f}",
                 flush=True,
             )
-        show_waits(waits)
+            show_waits(waits)
     if rank == 0:
         print(f"    statistics of a layer, read where steps are logged: {statistics_ms(operator):.3f} ms", flush=True)
 
@@ -110,22 +152,12 @@ def report(name: str, shape: Shape, index: DistanceIndex, rings: dict[str, Ring]
 def statistics_ms(operator) -> float:
     """Milliseconds that density and work of one layer hold up the host."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(Turns.repeats):
         torch.cuda.synchronize()
         began = time.perf_counter()
         operator.read_stats()
         times.append(time.perf_counter() - began)
     return 1e3 * statistics.median(times)
-
-
-def show_waits(by_what: list[dict]) -> None:
-    """Exposed milliseconds of each transfer, mean over ranks."""
-    for part, waits in zip(("forward", "backward"), by_what):
-        for what, values in waits.items():
-            mean = torch.tensor([statistics.median(values)], device="cuda")
-            dist.all_reduce(mean)
-            if dist.get_rank() == 0:
-                print(f"    {part:8s} {what:56s} exposed {mean.item() / dist.get_world_size():7.3f} ms", flush=True)
 
 
 def main() -> None:
