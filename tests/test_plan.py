@@ -159,6 +159,14 @@ def test_one_call_takes_the_times_of_the_papers_table(setting):
     assert parts["attention forward"] / 36 * 1e3 == pytest.approx(32 * 0.51 + 2.08, rel=0.01)
 
 
+def test_two_levels_within_one_machine_take_its_links(setting):
+    constants = Constants.of("h200")
+    way = setting("parallel.ring=hierarchical", "parallel.inner=4", "parallel.inner_mode=ring", world=8)
+    on = ring_time.links(way, constants, backward=False)
+    assert on.inter_ms == on.intra_ms > 0
+    assert ring_time.links(setting(world=8), constants, backward=False).inter_ms == 0
+
+
 def test_kernels_take_what_was_measured(setting):
     """docs/benchmarks.md, one H200: 131,072 tokens, 4.49 % in 6.05 and 17.8 ms, dense 107.3 and 288.4."""
     one = setting("train.seq_len=131072", "parallel.zero=3", world=1, density=0.0449)

@@ -13,7 +13,6 @@ from distributed import run_workers
 from mtraining_nns.ops import balance
 from mtraining_nns.ops.index import DistanceIndex
 from mtraining_nns.ops.layout import Layout
-from mtraining_nns.plan.constants import Constants
 
 SEQ_LEN, HEADS = 1536, 2
 FLAT = [(1, "none"), (2, "flat, hop by hop"), (2, "flat, gathered"), (4, "flat, hop by hop"), (4, "flat, gathered")]
@@ -81,9 +80,3 @@ def check_balance_is_that_of_the_pattern_on_the_ring(rows):
         expected = balance.measure(work)
         assert [row[name] for name in balance.Balance._fields] == pytest.approx(list(expected), rel=1e-9)
         assert expected.worker > 1 or row["cp"] == 1
-
-
-def test_two_levels_are_planned_with_the_links_of_one_host():
-    constants = bench.within_one_host(Constants.of("h200"))
-    assert constants["inter_gb_s"] == constants["intra_gb_s"] == 281
-    assert constants["inter_latency_ms"] == constants["intra_latency_ms"]

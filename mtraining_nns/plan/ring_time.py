@@ -28,7 +28,7 @@ ROW_IMBALANCE = {"zigzag": 3.17, "striped": 1.22, "contiguous": 2.0}
 
 @dataclass(frozen=True)
 class Links:
-    """Milliseconds of a hop within a node and between nodes, the latter 0 where none is crossed."""
+    """Milliseconds of a hop within an inner circle, and between circles or machines: 0 where none is crossed."""
 
     intra_ms: float
     inter_ms: float
@@ -39,9 +39,13 @@ def links(setting: Setting, constants: Constants, *, backward: bool) -> Links:
     sent, b = hop_bytes(setting), setting.element_bytes
     within = sent * (2 if setting.mode == "gather" else 1 + 4 / b) if backward else sent
     between = sent * (1 + 4 / b) if backward else sent
-    crosses = setting.cp > setting.node
+    if setting.cp > setting.node:
+        latency_ms, gb_s = constants["inter_latency_ms"], constants["inter_gb_s"]
+    else:  # two levels within one machine
+        latency_ms, gb_s = constants["intra_latency_ms"], constants["intra_gb_s"]
     intra = constants["intra_latency_ms"] + within / constants["intra_gb_s"] / 1e6
-    inter = constants["inter_latency_ms"] + between / constants["inter_gb_s"] / 1e6
+    inter = latency_ms + between / gb_s / 1e6
+    crosses = setting.cp > min(setting.within, setting.node)
     return Links(intra if setting.cp > 1 else 0.0, inter if crosses else 0.0)
 
 

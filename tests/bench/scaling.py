@@ -9,7 +9,7 @@ length), on one of the rings that divide the host: flat ones, and from 4 ranks o
 smaller than the host run on all of it at once, and the slowest rank counts. Times are ms a layer, medians:
 
     planned     by the constants of the GPU, or --constants FILE of `mtraining calibrate`, printed before anything is
-                measured; two levels are planned as machines whose links are as fast as those within
+                measured
     total       forward + backward, as the operator runs them; plan ratio is planned over total
     index       part of forward: the estimate, after which the standard pattern is taken instead of what it found
     speedup     one GPU's total over this one; x ideal is this one over one GPU's divided by the ranks
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     ranks = (Process.launched() or Process()).world
     with start(ParallelConfig(cp=1, dp=ranks)) as world:
         device = world.device
-        constants, rings = within_one_host(constants_of(args.constants, device)), rings_of(ranks)
+        constants, rings = constants_of(args.constants, device), rings_of(ranks)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         found = {"device": name, "world": ranks, "torch": torch.__version__, "planned_with": constants.gpu, "rows": []}
         world.say(f"{ranks} x {name}, torch {torch.__version__}; planned with the numbers of {constants.gpu}")
@@ -123,12 +123,6 @@ def save(found: dict, path: str | None, rank: int) -> None:
     """What there is so far: a run that is ended early leaves its rows."""
     if path and rank == 0:
         Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-def within_one_host(constants: Constants) -> Constants:
-    """Links between the nodes of a ring are those within the host."""
-    between = {f"inter_{name}": constants.numbers[f"intra_{name}"] for name in ("gb_s", "latency_ms")}
-    return replace(constants, numbers=constants.numbers | between)
 
 
 def rings_of(ranks: int) -> list[Ring]:
@@ -210,8 +204,8 @@ def setting_of(case: Case, operator: Operator) -> Setting:
         layers=1, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.dim,
         hidden=0, intermediate=0, vocabulary=0, tied=True, linear=0, layer_weights=(), root_weights=(),
     )  # fmt: skip
-    node, backend = ring.node_size or ring.world, operator.choice(shape.seq_len, 0)[0]
-    return Setting(recipe=recipe, shape=layer, world=ring.world, node=node, backend=backend, density=case.kept)
+    backend = operator.choice(shape.seq_len, 0)[0]
+    return Setting(recipe=recipe, shape=layer, world=ring.world, node=ring.world, backend=backend, density=case.kept)
 
 
 def measured(case: Case, operator: Operator, attention: str, planned_ms: float):
