@@ -15,9 +15,11 @@ class NoRoom(RuntimeError):
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether torch found no memory on a device, be it under errors of an engine."""
-    while error is not None:
+    seen = []
+    while error is not None and error not in seen:  # a cause may have come of its own effect
         if type(error).__name__ == "OutOfMemoryError":
             return True
+        seen.append(error)
         error = error.__cause__ or error.__context__
     return False
 

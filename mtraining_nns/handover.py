@@ -1,9 +1,10 @@
 """A checkpoint of one engine as the other's: the same weights, moments, losses and place in the data.
 
-    torch      ->  nnScaler     its Trainer reads the folder through `from_torch`, one process a machine
+    torch      ->  nnScaler     its Trainer reads the folder through `for_nnscaler`, one process a machine
     nnScaler   ->  torch        rank 0 writes step-000020/ beside nnscaler/states/0000-0020/
+    nnScaler   ->  nnScaler     of another train.precision: through `for_nnscaler`, too
 
-Either takes host memory for the whole state, 12 bytes a weight, in one process. Learning rate, weight decay and betas
+Each takes host memory for the whole state, 12 bytes a weight, in one process. Learning rate, weight decay and betas
 are the recipe's. fp32 weights go over whole, also where nnScaler computes with bf16 copies of them.
 """
 
@@ -41,36 +42,54 @@ def to_torch(found: Found, folder: str) -> str:
 
 
 def _write(found: Found, folder: str) -> str | None:
-    lm, whole = _on_meta(found.path), nnscaler_states.merged(found.path)
+    lm, whole = _on_meta(found.path), _merged(found.path)
     told, states = whole["mtraining"], whole["optimizer"]["state"]
     trainer = {"format": 1, "step": found.step, **json.loads(told if isinstance(told, str) else told[0])}
     files = {TRAINER: json.dumps(trainer)}
     for name in TEXTS:
         with open(os.path.join(found.path, name), encoding="utf-8") as stream:
             files[name] = stream.read()
-    names = [name for name, _ in lm.named_parameters()]
     kinds: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
     for name in named_weights(lm):
         kinds["weight"][name] = whole["model"][nnscaler_states.PREFIX + name].float()
-    for number, name in enumerate(names):
-        kinds["weight"][name] = states[number].get(MASTER, kinds["weight"][name])
+    for number, (name, _) in enumerate(lm.named_parameters()):
         for kind in MOMENTS:
             kinds[kind][name] = states[number][kind]
     return checkpoint.save_alone(folder, found.step, kinds.items(), files)
 
 
 def file_for_nnscaler(found: Found, states: str, *, bf16: bool) -> str:
-    """Path of a file that names a checkpoint of the torch engine, for `from_torch`; each rank may write it."""
-    path = os.path.join(os.path.dirname(states), "from_torch.ckpt")
+    """Path of a file that names a checkpoint of any engine, for `for_nnscaler`; each rank may write it."""
+    path = os.path.join(os.path.dirname(states), "going_on.ckpt")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     torch.save({"path": os.path.abspath(found.path), "bf16": bf16}, f"{path}.{os.getpid()}")
     os.replace(f"{path}.{os.getpid()}", path)
     return path
 
 
-def from_torch(named: dict) -> dict:
+def for_nnscaler(named: dict) -> dict:
     """The state that nnScaler's Trainer would have merged, of the checkpoint that `file_for_nnscaler` has named."""
-    path, bf16 = named["path"], named["bf16"]
+    found = Found.at(named["path"])
+    state = _merged(found.path) if found.engine == "nnscaler" else _from_torch(found.path)
+    if named["bf16"]:
+        state["model"] = {name: weight.bfloat16() for name, weight in state["model"].items()}
+    else:
+        for moments in state["optimizer"]["state"].values():
+            del moments[MASTER]
+    return state
+
+
+def _merged(path: str) -> dict:
+    """A checkpoint of nnScaler with fp32 weights in the model as in the optimizer, whatever it was trained in."""
+    whole = nnscaler_states.merged(path)
+    states, model = whole["optimizer"]["state"], whole["model"]
+    for number, (name, _) in enumerate(_on_meta(path).named_parameters()):
+        key = nnscaler_states.PREFIX + name
+        states[number][MASTER] = model[key] = states[number].get(MASTER, model[key]).float()
+    return whole
+
+
+def _from_torch(path: str) -> dict:
     lm, trainer = _on_meta(path), read_json(path, TRAINER)
     weights, parameters = named_weights(lm), [name for name, _ in lm.named_parameters()]
     stored = {f"weight/{name}": torch.empty(x.shape, dtype=torch.float32) for name, x in weights.items()}
@@ -79,16 +98,11 @@ def from_torch(named: dict) -> dict:
     states = {}
     for number, name in enumerate(parameters):
         states[number] = {kind: stored[f"{kind}/{name}"] for kind in MOMENTS}
-        states[number]["step"] = torch.tensor(float(trainer["step"]))
-        if bf16:
-            states[number][MASTER] = stored[f"weight/{name}"]
-    model = {nnscaler_states.PREFIX + name: stored[f"weight/{name}"] for name in weights}
-    if bf16:
-        model = {name: weight.bfloat16() for name, weight in model.items()}
+        states[number] |= {"step": torch.tensor(float(trainer["step"])), MASTER: stored[f"weight/{name}"]}
     # settings of the optimizer and the schedule are those of the recipe: the hook fills them in
     groups = {number: [{}] for number in range(OPTIMIZERS)}
     return {
-        "model": model,
+        "model": {nnscaler_states.PREFIX + name: stored[f"weight/{name}"] for name in weights},
         "optimizer": {
             "state": states,
             "param_groups": [{"children": groups, "params": list(range(len(parameters)))}],

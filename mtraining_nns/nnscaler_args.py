@@ -39,7 +39,7 @@ def trainer_args(recipe, path: str, *, resume_from: dict | None = None) -> dict:
         "trace_strategy": "meta",
         "constant_folding": True,
         "use_end2end": True,
-        "use_zero": ZERO[parallel.zero],
+        "use_zero": ZERO[parallel.zero] if parallel.cp * parallel.dp > 1 else 0,
         "pas_config": {"recompute": train.recompute},
         "user_config": {"mtraining": identity(recipe)},
     }

@@ -12,6 +12,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NoReturn
 
 import nnscaler
 import torch
@@ -21,7 +22,7 @@ from nnscaler.cli.trainer_args import AggregatedOutputs
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states, signals, spikes
+from mtraining_nns import nnscaler_cpu, nnscaler_ops, nnscaler_states, resume, signals, spikes
 from mtraining_nns import nnscaler_held_out as held_out
 from mtraining_nns.data.guard import told
 from mtraining_nns.data.mixture import Mixture
@@ -150,9 +151,11 @@ def join(trainer) -> None:
     nnscaler_ops.use(_Joined.world.ring)
 
 
-def blame(error: RuntimeError) -> RuntimeError:
-    """The error of an exchange, with the rank that hangs where one does."""
-    return error if _Joined.world is None else _Joined.world.blame(error)
+def again(error: RuntimeError) -> NoReturn:
+    """Raise the error of an exchange once more, with the rank that hangs where one does."""
+    if _Joined.world is not None:
+        _Joined.world.again(error)
+    raise error
 
 
 def leave() -> None:
@@ -299,6 +302,7 @@ class RecipeHook(TrainHook):
         if not self.settled:
             settle(self.world, self.recipe.parallel)
             self.settled = True
+            self.world.say(nnscaler_ops.operator().describe(self.recipe.train.seq_len))
         done, log, train = trainer.train_status.finished_train_steps, self.recipe.log, self.recipe.train
         self._spike(done, metrics["gnorm"])
         self.progress.losses.append(self.loss)
@@ -325,7 +329,7 @@ class RecipeHook(TrainHook):
     def _leave(self, farewell: str) -> None:
         self.world.say(farewell)
         dist.barrier()
-        raise signals.Stopped(farewell)
+        signals.stop(farewell)
 
     def on_train_end(self, trainer) -> None:
         """The last save is complete."""
@@ -344,4 +348,7 @@ class RecipeHook(TrainHook):
     def _mark(self, trainer) -> None:
         if self.unmarked is not None and self.world.rank == 0:
             nnscaler_states.mark(trainer.train_args.checkpoint.save_dir, self.unmarked, self.texts)
+            config = self.recipe.checkpoint
+            resume.prune(config.dir, "nnscaler", config.keep)
+            self.world.say(f"saved {resume.latest(config.dir, 'nnscaler').path}")
         self.unmarked = None

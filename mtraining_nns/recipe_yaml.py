@@ -42,7 +42,7 @@ def read(path: str) -> dict:
             tree = yaml.load(stream, _Loader)
     except OSError as error:
         raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date such as 2020-13-45 is a ValueError
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold sections such as model: and train:, got {type(tree).__name__}")
@@ -71,7 +71,7 @@ def override(tree: dict, text: str) -> None:
             raise UserError(f"override {text!r} reaches into {name}, which is no section but {tree!r}")
     try:
         tree[last] = yaml.load(value, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"override {text!r} has a value that is not YAML: {' '.join(str(error).split())}") from error
 
 
@@ -87,7 +87,8 @@ def build(cls: type, tree: dict, prefix: str = ""):
     for field in fields(cls):
         key = _join(prefix, field.name)
         if is_dataclass(hints[field.name]):
-            values[field.name] = build(hints[field.name], tree.get(field.name) or {}, key)
+            section = tree.get(field.name)
+            values[field.name] = build(hints[field.name], {} if section is None else section, key)
         elif field.name in tree:
             values[field.name] = convert(tree[field.name], hints[field.name], key)
         elif field.default is MISSING and field.default_factory is MISSING:

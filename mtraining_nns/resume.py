@@ -12,6 +12,7 @@ checkpoint does not count. Either engine goes on from the other's (`handover.py`
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -59,7 +60,8 @@ class Found:
 def find(folder: str, resume: str, engine: str, tell: Callable[[str], None] | None = None) -> Found | None:
     """The checkpoint that `checkpoint.resume` means: auto (latest complete one or none), never, or a path.
 
-    Of two after the same step `engine`'s own counts; tell is given a line for each that is passed over.
+    A path is where a run begins: the same command goes on from what the run itself has saved since. Of two after the
+    same step `engine`'s own counts; tell is given a line for each that is passed over.
     """
     newest = next(iter(steps(folder, engine)), None)
     if resume == "never":
@@ -77,6 +79,9 @@ def find(folder: str, resume: str, engine: str, tell: Callable[[str], None] | No
     if fault := found.fault():
         raise UserError(f"{found.path} is not complete: {fault}; take another checkpoint")
     if newest is not None and newest.step > found.step:
+        own = latest(folder, engine, tell)
+        if own is not None and _began_at(own) == os.path.abspath(resume):
+            return own
         raise UserError(
             f"{found.path} is older than {newest.name} in checkpoint.dir={folder}, which would be mistaken for its"
             " continuation; remove that or take another checkpoint.dir"
@@ -100,6 +105,14 @@ def steps(folder: str, engine: str) -> list[Found]:
     places = [os.path.join(above, name) for above in (folder, os.path.join(folder, STATES)) for name in _names(above)]
     found = [one for one in map(Found.at, places) if one is not None]
     return sorted(found, key=lambda one: (one.step, one.engine == engine), reverse=True)
+
+
+def prune(folder: str, engine: str, keep: int) -> None:
+    """Remove complete checkpoints of the other engine beyond the newest `keep` of both."""
+    complete = [found for found in steps(folder, engine) if not found.fault()]
+    for found in complete[keep:]:
+        if found.engine != engine:
+            shutil.rmtree(found.path, ignore_errors=True)
 
 
 def changes(path: str, recipe: Recipe) -> list[str]:
@@ -130,6 +143,12 @@ def read_json(path: str, name: str) -> dict:
     """A JSON file of a checkpoint."""
     with open(os.path.join(path, name), encoding="utf-8") as stream:
         return json.load(stream)
+
+
+def _began_at(found: Found) -> str:
+    """The path from which a checkpoint's run was told to go on, "" for none."""
+    wanted = Recipe.load(os.path.join(found.path, "recipe.yaml")).checkpoint.resume
+    return "" if wanted in ("auto", "never") else os.path.abspath(wanted)
 
 
 def _names(folder: str) -> list[str]:

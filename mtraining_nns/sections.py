@@ -18,7 +18,7 @@ def _at_least(least: float, section: str, config, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         ok = value is None or least <= value < float("inf")
-        _require(ok, f"{section}.{name} must be at least {least} and finite, got {value}; leave it out for the default")
+        _require(ok, f"{section}.{name} must be at least {least} and finite, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

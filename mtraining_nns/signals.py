@@ -31,6 +31,7 @@ class _Heard:
     number = 0
     since_s = 0.0
     farewell: str | None = None
+    stopped = False
 
 
 def listen() -> None:
@@ -60,6 +61,12 @@ def all_is_saved(farewell: str) -> None:
         _leave(_Heard.number)
 
 
+def stop(farewell: str) -> None:
+    """End this run, which was asked for it and has saved: raises Stopped, and a further signal changes nothing."""
+    _Heard.stopped = True
+    raise Stopped(farewell)
+
+
 @contextlib.contextmanager
 def passed_on() -> Iterator[list[int]]:
     """Within it the signals go to the child processes of this one; yields those that came. Main thread only."""
@@ -84,6 +91,8 @@ def _hear(reader: socket.socket, writer: socket.socket) -> None:
         number, now = reader.recv(1)[0], time.monotonic()  # Python writes every signal that it handles to `writer`
         if number not in SIGNALS:
             continue
+        if _Heard.number and _Heard.stopped:
+            os._exit(STOPPED)
         if _Heard.number and now - _Heard.since_s > REPEAT_S:
             print(f"{signal.Signals(number).name} again: ended at once", file=sys.stderr, flush=True)
             os._exit(128 + number)

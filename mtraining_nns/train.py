@@ -9,8 +9,9 @@
 
 import os
 import sys
+from contextlib import nullcontext
 
-from mtraining_nns import engines, environment, failure, signals
+from mtraining_nns import engines, environment, failure, run_lock, signals
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
 
@@ -39,19 +40,20 @@ def run(arguments: list[str], process: environment.Process) -> None:
         raise UserError("usage: python -m mtraining_nns.train RECIPE [section.key=value ...]")
     recipe = Recipe.load(arguments[0], arguments[1:]).resolve(process.world)
     engines.check(recipe)
-    if process.rank == 0:
-        keep(recipe)
-    try:
-        engines.train(recipe)
-    except Exception as error:
-        if failure.is_out_of_memory(error):
-            raise failure.NoRoom(failure.explain_memory(error, recipe, process.local_world)) from error
-        raise
+    recipe.make_run_folder()
+    with run_lock.held(recipe.checkpoint.dir) if process.rank == 0 else nullcontext():
+        if process.rank == 0:
+            keep(recipe)
+        try:
+            engines.train(recipe)
+        except Exception as error:
+            if failure.is_out_of_memory(error):
+                raise failure.NoRoom(failure.explain_memory(error, recipe, process.local_world)) from error
+            raise
 
 
 def keep(recipe: Recipe) -> None:
     """Write `checkpoint.dir/recipe.yaml` in one move: it may be the very file that the other ranks read now."""
-    recipe.make_run_folder()
     path = os.path.join(recipe.checkpoint.dir, "recipe.yaml")
     with open(path + ".partial", "w", encoding="utf-8") as stream:
         stream.write(recipe.to_yaml())

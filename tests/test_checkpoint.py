@@ -8,13 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import launched
 import pytest
 import torch
 from distributed import run_workers
 from tiny import prepare, write_recipe
 
-from mtraining_nns import checkpoint, resume
+from mtraining_nns import checkpoint, resume, run_lock
 from mtraining_nns.errors import UserError
 from mtraining_nns.recipe import Recipe
 
@@ -123,6 +125,54 @@ def test_the_newest_of_both_engines_counts_and_of_equals_ones_own(run, tmp_path)
     assert find("auto", "torch") == "0000-0006", "without its list a checkpoint does not count"
     found = resume.latest(str(run))
     assert found.run == str(run) and resume.latest(f"{run}/step-000004") is None
+
+
+def recorded(run: Path, step: int, engine: str = "torch", means: str = "auto") -> Path:
+    """A complete checkpoint of a run whose recipe says checkpoint.resume=means."""
+    name = f"step-{step:06d}" if engine == "torch" else f"nnscaler/states/0000-{step:04d}"
+    folder = run / name
+    folder.mkdir(parents=True)
+    path = write_recipe(run.parent / f"{run.name}-recipe", f"checkpoint.resume={means}")
+    shutil.copy(path, folder / "recipe.yaml")
+    (folder / resume.LISTS[engine]).write_text('{"files": {}}')
+    return folder
+
+
+def test_a_run_that_began_at_another_ones_checkpoint_goes_on(tmp_path):
+    start = recorded(tmp_path / "a", 4)
+    assert resume.find(str(tmp_path / "b"), str(start), "torch").path == str(start)
+    recorded(tmp_path / "b", 6, means=str(start))
+    assert resume.find(str(tmp_path / "b"), f"{start}/", "torch").name == "step-000006"
+    recorded(tmp_path / "b", 8, "nnscaler", means=str(start))
+    assert resume.find(str(tmp_path / "b"), str(start), "torch").name == "0000-0008"
+    recorded(tmp_path / "b", 9)
+    with pytest.raises(UserError, match="step-000004 is older than step-000009"):
+        resume.find(str(tmp_path / "b"), str(start), "torch")
+
+
+def test_keep_counts_both_engines(tmp_path):
+    for step in (2, 4):
+        recorded(tmp_path / "run", step, "nnscaler")
+    for step in (6, 8):
+        recorded(tmp_path / "run", step)
+    recorded(tmp_path / "run", 5, "nnscaler")
+    (tmp_path / "run" / "nnscaler" / "states" / "0000-0005" / "complete.json").unlink()
+    resume.prune(str(tmp_path / "run"), "torch", keep=3)
+    left = {found.name for found in resume.steps(str(tmp_path / "run"), "torch")}
+    assert left == {"step-000008", "step-000006", "0000-0005", "0000-0004"}
+    resume.prune(str(tmp_path / "run"), "nnscaler", keep=1)
+    assert resume.latest(str(tmp_path / "run")).name == "step-000008"
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path):
+    path = write_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    with run_lock.held(str(tmp_path / "run")):
+        code, said = launched.run(launched.command(path, nproc=1))
+        assert code == 2 and f"run is that of a run at work (process {os.getpid()} on " in said, said
+        assert not list((tmp_path / "run").glob("step-*"))
+    code, said = launched.run(launched.command(path, nproc=1))
+    assert code == 0, said
 
 
 def whole_state(rank, world_size, path, source):

@@ -2,6 +2,7 @@
 
 import re
 
+import launched
 import pytest
 import torch
 from distributed import run_workers
@@ -90,3 +91,11 @@ def test_the_hash_is_that_of_the_tokens_of_the_step(tmp_path):
     data = Mixture.of(Recipe.load(path))
     tokens = torch.stack([data[visit][0] for visit in (2, 3)])
     assert f"batch {batch_fingerprint(tokens) % 2**64:016x}; first not finite: " in error, error
+
+
+def test_the_launcher_says_it_at_once(tmp_path):
+    """Through the whole command: the error is told and the run ends."""
+    path = write_recipe(tmp_path, "train.lr=1e30", "train.warmup_steps=0", "train.clip=1e30")
+    code, said = launched.run(launched.command(path), timeout_s=60)
+    assert code == 1 and re.search(r"NotFinite: step 1: loss nan, .*; first not finite: ", said), said
+    assert said.count("Traceback") <= 2, "the error, and the one that it came of"

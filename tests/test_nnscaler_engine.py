@@ -90,6 +90,7 @@ def expected(folder):
     [
         (2, ["parallel.zero=2", "attention.keep_output=true"]),
         (2, ["parallel.zero=0", "train.recompute=false"]),
+        (1, ["parallel.zero=2", "parallel.cp=1"]),
         (4, ["parallel.zero=1", "parallel.cp=2", "parallel.dp=2", "train.accumulation=1"]),
     ],
 )
@@ -299,6 +300,19 @@ def test_the_engines_go_on_from_each_other(folder, precision, tied, tolerance):
     assert ours.keys() == theirs.keys() and ("lm_head.weight" in ours) == (tied == "false")
     for key, weight in ours.items():
         assert (weight - theirs[key]).norm() < tolerance * theirs[key].norm(), key
+
+
+def test_fp32_weights_survive_changes_of_precision(folder):
+    """Under nnScaler alone, then by the torch engine; those of an earlier change are not taken for the present ones."""
+    turns = [("nnscaler", "fp32"), ("nnscaler", "bf16"), ("nnscaler", "fp32"), ("torch", "fp32"), ("nnscaler", "bf16")]
+    for number, (engine, precision) in enumerate(turns, 1):
+        same = [f"train.precision={precision}", "log.eval_every=0", "log.niah_every=0", f"train.steps={2 * number}"]
+        for name, runs in (("changed", engine), ("changed-torch", "torch")):
+            train(folder, name, 2, *same, f"parallel.engine={runs}")
+    ours, theirs = (json.loads((folder / name / "summary.json").read_text()) for name in ("changed", "changed-torch"))
+    assert len(ours["losses"]) == 10 and ours["losses"] == pytest.approx(theirs["losses"], rel=2e-3)
+    ours, theirs = weights(folder / "changed"), weights(folder / "changed-torch")
+    assert all((weight - theirs[key]).norm() < 2e-3 * theirs[key].norm() for key, weight in ours.items())
 
 
 def test_a_signal_ends_a_run_after_a_checkpoint_and_the_same_command_goes_on(folder):

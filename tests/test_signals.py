@@ -1,5 +1,7 @@
 """A signal ends a run after a checkpoint, whoever gets it, and the same command goes on to the same weights."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1
@@ -71,3 +73,15 @@ def test_a_signal_while_a_run_is_built_trains_no_step(tmp_path):
 
 def test_sums_over_ranks_name_the_signal():
     assert [signals.name(counts) for counts in ([0.0, 0.0], [0.0, 1.0], [3.0, 1.0])] == ["", "SIGUSR1", "SIGTERM"]
+
+
+def test_a_signal_after_the_farewell_changes_nothing():
+    program = (
+        "import os, signal, time; from mtraining_nns import signals; signals.listen()\n"
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2)\n"
+        "try: signals.stop('saved')\n"
+        f"except signals.Stopped: time.sleep({signals.REPEAT_S + 0.3})\n"
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True)
+    assert done.returncode == signals.STOPPED, done.stderr

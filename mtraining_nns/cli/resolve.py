@@ -28,6 +28,7 @@ def run(args) -> None:
 
     import yaml
 
+    from mtraining_nns import engines
     from mtraining_nns.errors import UserError
     from mtraining_nns.nnscaler_args import trainer_args
     from mtraining_nns.recipe import Recipe
@@ -38,12 +39,22 @@ def run(args) -> None:
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is no folder; make it or give another --out")
     recipe = Recipe.load(args.recipe, args.overrides).resolve(args.nproc)
+    if beyond := engines.beyond(recipe, "nnscaler"):
+        raise UserError(f"{beyond}, and nnscaler-train is none; leave it out")
+    if recipe.checkpoint.resume != "auto":
+        raise UserError(
+            f"checkpoint.resume={recipe.checkpoint.resume} is for mtraining train; leave it out, nnscaler-train takes"
+            " --checkpoint.resume_from.checkpoint PATH"
+        )
     recipe.make_run_folder()
     beside = f"{args.out}.recipe.yaml"
     for path, text in (
         (beside, recipe.to_yaml()),
         (args.out, yaml.safe_dump(trainer_args(recipe, beside), sort_keys=False)),
     ):
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        try:
+            with open(path, "w", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise UserError(f"cannot write {path} ({error.strerror}); give another --out") from error
     print(f"wrote {args.out}; run it with: torchrun --nproc-per-node N -m nnscaler.cli.train -f {args.out}")

@@ -32,8 +32,8 @@ def choose(recipe) -> tuple[str, str]:
     if fault:
         return "torch", fault
     for name, other in zip(ENGINES, reversed(ENGINES)):
-        if beyond := _beyond(recipe, other):
-            return name, beyond
+        if reason := beyond(recipe, other):
+            return name, reason
     if (found := resume.latest(recipe.checkpoint.dir)) is not None:
         return found.engine, f"checkpoint.dir={recipe.checkpoint.dir} holds its checkpoints"
     return default()
@@ -42,14 +42,14 @@ def choose(recipe) -> tuple[str, str]:
 def check(recipe) -> None:
     """UserError for a recipe that its engine cannot do, and for a checkpoint that it cannot go on from."""
     name = choose(recipe)[0]
-    if beyond := _beyond(recipe, name):
-        raise UserError(f"{beyond}, got {name}; leave one out")
+    if reason := beyond(recipe, name):
+        raise UserError(f"{reason}, got {name}; leave one out")
     found, fault = resume.find(recipe.checkpoint.dir, recipe.checkpoint.resume, name), nnscaler_fault()
     if found is not None and found.engine == "nnscaler" and fault:
         raise UserError(f"{found.path} is a checkpoint of nnScaler, which reads it: {fault}")
 
 
-def _beyond(recipe, name: str) -> str:
+def beyond(recipe, name: str) -> str:
     """What of a recipe an engine cannot do, "" if it can do all."""
     train, zero = recipe.train, recipe.parallel.zero
     if name == "torch":

@@ -44,8 +44,8 @@ def train(recipe: Recipe) -> dict:
     except RuntimeError as error:
         cause = error.__cause__
         if isinstance(cause, UserError):
-            raise cause from error
-        raise parts.blame(error) from error
+            raise cause from None
+        parts.again(error)
     signals.all_is_saved("all steps are done and saved, the same command exports")
     progress, meter = _hook(trainer).progress, _hook(trainer).meter
     found = summary(progress.losses, progress.values, world=process.world, tokens_per_step=meter.tokens_per_step)
@@ -64,10 +64,11 @@ def _resume(recipe: Recipe, states: str, tell) -> dict | None:
     if found is None:
         return None
     tell(f"going on from {found.path}" + "".join(f"; {text}" for text in resume.changes(found.path, recipe)))
-    if found.engine == "nnscaler":
+    before = Recipe.load(os.path.join(found.path, "recipe.yaml")).train.precision
+    if found.engine == "nnscaler" and recipe.train.precision == before:
         return {"checkpoint": found.path}
     file = handover.file_for_nnscaler(found, states, bf16=recipe.train.precision == "bf16")
-    return {"checkpoint": file, "convert_fn": "mtraining_nns.handover.from_torch"}
+    return {"checkpoint": file, "convert_fn": "mtraining_nns.handover.for_nnscaler"}
 
 
 def _hook(trainer: Trainer) -> parts.RecipeHook:

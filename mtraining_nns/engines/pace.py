@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mtraining_nns.engines.world import World
 from mtraining_nns.metrics import WARMUP_STEPS, Meter
 
+LEAST_S = 0.05  # of own work in a step: less is noise
 TAG = "speed/slowest_rank_over_median"
 
 
@@ -61,7 +62,7 @@ class Pace:
     def tell(self, step: int, meter: Meter, world: World, slow_factor: float) -> dict[str, float]:
         """How far the slowest rank is behind, by tag; it is named above `slow_factor`, warm-up apart. Collective."""
         ratio, rank, seconds = self.report(world)
-        if ratio > slow_factor and meter.steps > WARMUP_STEPS:
+        if ratio > slow_factor and seconds > LEAST_S and meter.steps > WARMUP_STEPS:
             slow = f"rank {rank} on {world.nodes[rank]} is slow"
             world.say(f"step {step}: {slow}: {seconds:.3f} s of own work, {ratio:.2f} times the median")
         return {TAG: ratio}

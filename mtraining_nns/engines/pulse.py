@@ -4,8 +4,8 @@
     the beat stands still            its process is stopped, its machine gone or cut off
     the place is behind the others'  its main thread hangs: others wait for it in a later part of the step
 
-A thread does this, so a step costs nothing. gloo raises after the time-out and is given the name (`blame`). On GPUs the
-main thread may wait in the driver for good: there the thread itself ends the process, before NCCL's watchdog does.
+A thread does this, so a step costs nothing. gloo raises after the time-out and is given the name (`blamed`). On GPUs
+the main thread may wait in the driver for good: there the thread itself ends the process, before NCCL's watchdog does.
 """
 
 import threading
@@ -44,10 +44,9 @@ class Pulse:
         self.closed.set()
         self.thread.join(timeout=1)  # it may wait for a store that is gone
 
-    def blame(self, error: RuntimeError) -> RuntimeError:
-        """The error, with the rank that hangs where one is silent or behind."""
-        found = self.verdict(SILENT_BEATS * self.interval_s)
-        return type(error)(f"{error}; {found}") if found else error
+    def blamed(self) -> str:
+        """After an error: which rank hangs, "" where none is silent or behind."""
+        return self.verdict(SILENT_BEATS * self.interval_s)
 
     def verdict(self, patience_s: float) -> str:
         """Which ranks have been silent, else behind, for that long; "" for none."""

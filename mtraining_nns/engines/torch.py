@@ -158,7 +158,7 @@ class Run:
         self.log.close()
         self.world.say(farewell)
         dist.barrier()
-        raise signals.Stopped(farewell)
+        signals.stop(farewell)
 
     def report(self, step: int, result: StepResult) -> None:
         """Progress line and scalars of a step. Collective."""

@@ -9,6 +9,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,9 +63,12 @@ class World:
         if self.pulse is not None:
             self.pulse.at(what)
 
-    def blame(self, error: RuntimeError) -> RuntimeError:
-        """The error of an exchange, with the rank that hangs where one does."""
-        return error if self.pulse is None else self.pulse.blame(error)
+    def again(self, error: RuntimeError) -> NoReturn:
+        """Raise the error of an exchange once more, with the rank that hangs where one does."""
+        found = "" if self.pulse is None else self.pulse.blamed()
+        if found:
+            raise type(error)(f"{error}; {found}") from error
+        raise error
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -101,7 +105,7 @@ def start(parallel):
         try:
             yield world
         except RuntimeError as error:
-            raise world.blame(error) from error
+            world.again(error)
     finally:
         for thread in (watch, pulse):
             if thread is not None:

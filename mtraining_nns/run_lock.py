@@ -1,0 +1,33 @@
+"""One run a folder: two would remove each other's checkpoints. The lock goes with its process, however that ends."""
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+
+from mtraining_nns.errors import UserError
+
+NAME = ".lock"  # in checkpoint.dir
+
+
+@contextlib.contextmanager
+def held(folder: str) -> Iterator[None]:
+    """Hold the lock of a checkpoint.dir; UserError where another run holds it, a warning where there are no locks."""
+    file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except BlockingIOError as error:
+        holder = os.pread(file, 1000, 0).decode(errors="replace")
+        os.close(file)
+        raise UserError(
+            f"checkpoint.dir={folder} is that of a run at work ({holder}); wait for its end, or take another folder"
+        ) from error
+    except OSError as error:
+        print(f"checkpoint.dir={folder} takes no lock ({error.strerror}): start no second run in it", flush=True)
+    try:
+        yield
+    finally:
+        os.close(file)
