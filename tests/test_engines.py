@@ -1,12 +1,13 @@
 """Which engine runs a recipe, what it refuses before anything starts, and what the code of nnScaler is named by."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from tiny import write_recipe
 from tiny_model import save_llama
 
-from mtraining_nns import engines
+from mtraining_nns import cli, engines
 from mtraining_nns.errors import UserError
 from mtraining_nns.nnscaler_args import identity
 from mtraining_nns.parallelize import Request
@@ -22,6 +23,9 @@ def test_auto_goes_on_with_the_engine_of_the_newest_checkpoint(tmp_path, monkeyp
         (tmp_path / "run" / place).write_text('{"files": {}}')
         assert engines.choose(recipe)[0] == ("nnscaler" if "nnscaler" in place else "torch")
         engines.check(recipe)
+    alone = ["parallel.engine=auto", "train.kernels=liger"]
+    told = engines.choose(Recipe.load(write_recipe(tmp_path, "train.recompute=true"), alone))
+    assert told == ("torch", "train.kernels=liger is for parallel.engine=torch")
     told = engines.choose(Recipe.load(write_recipe(tmp_path), ["parallel.engine=auto", "parallel.zero=1"]))
     assert told == ("nnscaler", "parallel.zero=1 is for parallel.engine=nnscaler (torch has 2 and 3)")
     with pytest.raises(UserError, match="holds step-000012 of another run"):
@@ -75,3 +79,19 @@ def test_a_plan_gives_each_gpu_tokens():
         UserError, match="--world 16 gives each GPU a stripe of 128 tokens, so --seq-len must be at least"
     ):
         Request(model="a:B", world=16, seq_len=300, out="plan")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.kernels=liger"], "kernels=liger is for parallel.engine=torch"),
+        (["checkpoint.resume=tests"], "checkpoint.resume=tests is for mtraining train"),
+        (["--out", "."], "is a folder, expected a file to write; give another --out"),
+    ],
+)
+def test_what_stock_nnscaler_train_would_not_do_is_refused(tmp_path, capsys, words, message):
+    path = write_recipe(tmp_path, "train.recompute=true")
+    out = [] if "--out" in words else ["--out", str(tmp_path / "run.yaml")]
+    assert cli.main(["resolve", path, "--nproc", "2", *words, *out]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "run.yaml").exists()

@@ -100,6 +100,7 @@ MISTAKES = [
     ("train.steps", ["section.key=value"]),
     ("train.steps.more=1", ["steps", "no section"]),
     ("train.steps=[1", ["not YAML"]),
+    ("train.lr=2020-13-45", ["not YAML", "month"]),
 ]
 
 
@@ -204,6 +205,8 @@ def test_one_folder_is_not_mixed_with_itself(tmp_path, recipe):
         ("train: [", ["not valid YAML"]),
         ("- a\n- b\n", ["must hold sections", "list"]),
         ("train: {steps: 1, steps: 2}", ["given twice", "steps"]),
+        ("train: {lr: 2020-13-45}", ["not valid YAML", "month"]),
+        ("{model: {path: x}, data: {path: y}, train: 0}", ["train", "section", "0"]),
         ("model: {path: x}", ["data.path", "data.mix"]),
     ],
 )
@@ -249,20 +252,6 @@ def test_the_engine_needs_its_nnscaler(recipe, tmp_path, monkeypatch, found, ver
     else:
         assert engines.choose(asked["auto"]) == ("nnscaler", "nnScaler is importable")
         assert engines.choose(asked["nnscaler"]) == ("nnscaler", "as the recipe says")
-
-
-def test_auto_goes_on_with_what_is_there_and_leaves_to_torch_what_it_alone_can_do(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "nnscaler_fault", lambda: "")
-    folder = f"checkpoint.dir={tmp_path}"
-    assert engines.choose(recipe(folder, "parallel.zero=0"))[0] == "nnscaler"
-    name, reason = engines.choose(recipe(folder, "train.kernels=liger"))
-    assert name == "torch" and "train.kernels=liger is for parallel.engine=torch" in reason
-    (tmp_path / "step-000003").mkdir()
-    (tmp_path / "step-000003" / "manifest.json").write_text("{}")
-    name, reason = engines.choose(recipe(folder))
-    assert name == "torch" and "holds its checkpoints" in reason
-    with pytest.raises(UserError, match="holds step-000003 of the torch engine, .* go on with parallel.engine=torch"):
-        engines.check(recipe(folder, "parallel.engine=nnscaler"))
 
 
 @pytest.mark.parametrize("path", sorted(Path("recipes").glob("*_*.yaml")), ids=str)

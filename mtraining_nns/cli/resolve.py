@@ -38,6 +38,8 @@ def run(args) -> None:
     folder = os.path.dirname(os.path.abspath(args.out))
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is no folder; make it or give another --out")
+    if os.path.isdir(args.out):
+        raise UserError(f"{args.out} is a folder, expected a file to write; give another --out")
     recipe = Recipe.load(args.recipe, args.overrides).resolve(args.nproc)
     if beyond := engines.beyond(recipe, "nnscaler"):
         raise UserError(f"{beyond}, and nnscaler-train is none; leave it out")
