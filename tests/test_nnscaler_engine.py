@@ -108,7 +108,7 @@ def test_the_engines_agree(folder, expected, world, split):
 def test_the_engines_read_the_same_mix(folder):
     """A stream and a packed folder of which a sequence is half empty, held-out data with padding; and no other data."""
     short = folder / "packed"
-    pack(prepare(short, 256 * 3 - 140, seed=2), 256)
+    pack(prepare(short, 384 * 3 - 140, seed=2), 384)
     save_tokenizer(short)
     data = ["data.path=null", f"data.mix={{{folder / 'data'}: 2, {short}: 1}}", f"data.eval_path={short}"]
     expected = train(folder, "mixed-torch", 2, *data)
