@@ -155,7 +155,7 @@ def test_an_earlier_step_is_exported_without_the_data(folder, expected, tmp_path
     second = load_file(tmp_path / "second" / "model.safetensors")
     assert not torch.equal(second["lm_head.weight"], weights(run)["lm_head.weight"])
     (run / "nnscaler" / "states" / "0000-0002" / "config.json").unlink()
-    with pytest.raises(UserError, match="0000-0002 holds no complete checkpoint"):
+    with pytest.raises(UserError, match="0000-0002 is not complete: config.json is missing"):
         export(str(run / "nnscaler" / "states" / "0000-0002"), str(tmp_path / "none"))
 
 
@@ -175,11 +175,12 @@ def test_a_run_goes_on_where_it_was_stopped_and_on_another_number_of_ranks(folde
 def test_bf16_and_tied_weights(folder):
     """bf16 weights and compute, fp32 sums and optimizer, as far from fp32 as the torch engine's."""
     tied = ["model.init.tie_word_embeddings=true", "train.lr=1e-3", "train.seq_len=256"]
-    exact = train(folder, "fp32-tied", 2, *tied, "parallel.engine=nnscaler")
+    exact, far = train(folder, "fp32-tied", 2, *tied, "parallel.engine=nnscaler")["losses"], {}
     for engine in ("torch", "nnscaler"):
         found = train(folder, f"bf16-{engine}", 2, *tied, "train.precision=bf16", f"parallel.engine={engine}")
-        assert found["losses"] == pytest.approx(exact["losses"], rel=5e-3)
+        far[engine] = max(abs(a / b - 1) for a, b in zip(found["losses"], exact, strict=True))
         assert "lm_head.weight" not in weights(folder / f"bf16-{engine}")
+    assert 0 < far["nnscaler"] < 1.5 * far["torch"] < 2e-2, far
 
 
 def test_moments_in_host_memory_change_nothing_and_may_come_and_go(folder, expected):
