@@ -10,6 +10,7 @@ are the recipe's. fp32 weights go over whole, also where nnScaler computes with 
 
 import json
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,9 @@ def file_for_nnscaler(found: Found, states: str, *, bf16: bool) -> str:
     """Path of a file that names a checkpoint of any engine, for `for_nnscaler`; each rank may write it."""
     path = os.path.join(os.path.dirname(states), "going_on.ckpt")
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    torch.save({"path": os.path.abspath(found.path), "bf16": bf16}, f"{path}.{os.getpid()}")
-    os.replace(f"{path}.{os.getpid()}", path)
+    partial = f"{path}.{socket.gethostname()}-{os.getpid()}"
+    torch.save({"path": os.path.abspath(found.path), "bf16": bf16}, partial)
+    os.replace(partial, path)
     return path
 
 

@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import shutil
+import socket
 import time
 
 from mtraining_nns.checkpoint import write
@@ -68,7 +69,7 @@ def merged(path: str, *, model_only: bool = False) -> dict:
     from nnscaler.cli.trainer import Trainer
 
     files = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".ckpt")]
-    whole = os.path.join(path, f".merged-{os.getpid()}.ckpt")
+    whole = os.path.join(path, f".merged-{socket.gethostname()}-{os.getpid()}.ckpt")
     try:
         Trainer.merge_checkpoint(files, whole, model_only=model_only)
         return Checkpointer().load(whole)
