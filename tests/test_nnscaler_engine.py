@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import pack, prepare, save_tokenizer, write_recipe
 
-from mtraining_nns import nnscaler_states
+from mtraining_nns import resume
 from mtraining_nns.errors import UserError
 from mtraining_nns.export import export
 
@@ -321,7 +321,7 @@ def test_a_signal_ends_a_run_after_a_checkpoint_and_the_same_command_goes_on(fol
     line = command(folder, "stopped", "--standalone", "--nproc-per-node=2", overrides=[*more, "checkpoint.every=5"])
     code, said = launched.run(line, "step 2/", launched.sends(signal.SIGTERM, worker=1), timeout_s=400)
     assert code != 0 and said.count("stopped by SIGTERM after step") == 1, said
-    assert nnscaler_states.latest(str(folder / "stopped" / nnscaler_states.STATES)), said
+    assert resume.latest(str(folder / "stopped")).engine == "nnscaler", said
     code, said = launched.run(line, timeout_s=400)
     assert code == 0 and "resumed after step" in said, said
     ours, theirs = weights(folder / "stopped"), weights(folder / "unstopped")

@@ -22,7 +22,7 @@ from nnscaler.parallel import ComputeConfig, build_optimizer, parallelize  # noq
 
 from mtraining_nns import nnscaler_ops  # noqa: E402
 from mtraining_nns.data.collator import IGNORED_LABEL, collate_ring  # noqa: E402
-from mtraining_nns.data.dataset import PackedDataset, sample_ids  # noqa: E402
+from mtraining_nns.data.mixture import Mixture  # noqa: E402
 from mtraining_nns.ops.config import AttentionConfig  # noqa: E402
 from mtraining_nns.ops.layout import Layout  # noqa: E402
 from mtraining_nns.policy import context_parallel  # noqa: E402
@@ -42,14 +42,13 @@ def main() -> None:
     nnscaler_ops.connect(world)
     attention = AttentionConfig(block=64)
     layout = Layout.of(attention, args.seq_len, world)
-    dataset = PackedDataset(args.data, args.seq_len)
+    data = Mixture({args.data: 1.0}, args.seq_len, seed=0)
 
     def samples(step: int) -> dict[str, torch.Tensor]:
-        (number,) = sample_ids(step, len(dataset), batch=1, seed=0)
-        tokens, length = dataset.padded(number)
+        tokens, length = data[step]
         return {name: x.to(device) for name, x in collate_ring(tokens[None], layout, [length]).items()}
 
-    made_of = {"seq_len": args.seq_len, "words": dataset.manifest["vocab_size"], "places": args.seq_len}
+    made_of = {"seq_len": args.seq_len, "words": data.manifest["vocab_size"], "places": args.seq_len}
     torch.manual_seed(0)
     model = Custom(attention, **made_of)
     config = ComputeConfig(
