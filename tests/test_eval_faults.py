@@ -11,7 +11,7 @@ from mtraining_nns import cli
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of
 from mtraining_nns.eval.compare import compare
-from mtraining_nns.eval.huggingface import TextTokenizer
+from mtraining_nns.eval.huggingface import HuggingFaceEngine, TextTokenizer
 from mtraining_nns.eval.infinitebench_rows import read
 from mtraining_nns.eval.niah import Niah, NiahConfig
 from mtraining_nns.eval.perplexity import Perplexity, PerplexityConfig
@@ -150,6 +150,44 @@ def test_weights_of_another_shape_are_named(folder, capsys):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     error = fails(capsys, "--model", folder, "--lengths", "1k", "--device", "cpu")
     assert "lacks 2 weights, first lm_head.weight" in error
+
+
+def fill(folder, name: str, value: float) -> None:
+    """Every weight of a tensor."""
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: torch.full_like(weights[name], value)}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("suite", ["niah", "ruler --tasks vt --samples 1", "perplexity"])
+def test_weights_that_are_no_numbers_are_one_line(folder, tmp_path, capsys, suite):
+    """And no score."""
+    (tmp_path / "text.txt").write_text("Some words. " * 200)
+    fill(folder, "model.norm.weight", float("nan"))
+    line = ["--model", folder, "--lengths", "1500", "--device", "cpu", "--suite", *suite.split(), "--out", tmp_path]
+    error = fails(capsys, *line, *(["--text", tmp_path / "text.txt"] if suite == "perplexity" else []))
+    assert "nan" in error and "broken" in error
+    assert not (tmp_path / "records.jsonl").read_text()
+    record = ["record", folder, tmp_path / "text.txt", "--out", tmp_path / "index.safetensors", "--seq-len", "500"]
+    assert cli.main([*map(str, record)]) == 2
+    assert "the model's loss on the text is nan; its weights are broken" in capsys.readouterr().err
+    assert not (tmp_path / "index.safetensors").exists()
+
+
+def test_logits_that_break_while_decoding_are_one_line(folder):
+    engine = HuggingFaceEngine(folder, device="cpu")
+    forward, calls = engine.model.forward, []
+
+    def breaks(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 4:  # two prompts are read, two tokens decoded
+            output.logits[1, -1, 7] = float("inf")
+        return output
+
+    engine.model.forward = breaks
+    with pytest.raises(UserError, match=r"answers with logits of inf; its weights or the dtype float32 are broken"):
+        engine.generate([[1, 2, 3], [4, 5]], 8)
+    assert len(calls) == 4
 
 
 def test_every_length_is_checked_and_the_least_is_right(tokenizer):
