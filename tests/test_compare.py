@@ -29,10 +29,11 @@ def evaluation(folder, scores, losses=(2.0, 3.0), **changes):
     folder.mkdir()
     records = Records(folder, MANIFEST | changes)
     for i, score in enumerate(scores):
-        records.add({"id": f"ruler/vt/4096/{i}", "task": "vt", "length": 4096, "score": score})
+        told = {"task": "vt", "length": 4096, "density": 1.0}
+        records.add({"id": f"ruler/vt/4096/{i}", **told, "score": score})
     for i, loss in enumerate(losses):
         buckets = [{"begin": 1, "end": 11, "tokens": 10, "nll_sum": 10 * loss}]
-        records.add({"id": f"perplexity/11/{i}", "length": 11, "sample": i, "buckets": buckets})
+        records.add({"id": f"perplexity/11/{i}", "length": 11, "sample": i, "density": 1.0, "buckets": buckets})
     records.close()
     return folder
 
@@ -120,6 +121,82 @@ def test_one_question_has_no_interval_and_lonely_ones_are_counted(tmp_path):
     assert found.cells[0].interval is None and found.alone == 2
     assert "2 questions were answered in one of them alone" in found.table()
     assert found.table().splitlines()[-1].split()[-1] == "-"
+
+
+FULL = {
+    "ruler": {
+        "seed": 0,
+        "lengths": [4096],
+        "samples": 20,
+        "tasks": ["vt"],
+        "not_run": {},
+        "sources": {"text": None, "squad": {"path": "a", "sha256": "s"}},
+    },
+    "perplexity": {"window": None, "lengths": [11], "text": {"path": "x", "skipped": {}, "sha256": "t"}},
+    "pg19": {"books": {"11": {"0": {"path": "x", "blake2b": "b"}}}},
+    "infinitebench": {"files": {"passkey.jsonl": "p"}},
+}
+
+
+def changed(tree: dict, where: str, value) -> dict:
+    """A copy of a tree with the value at `a/b/c`, or without it for a value of `...`."""
+    key, _, rest = where.partition("/")
+    found = {name: value for name, value in tree.items() if name != key}
+    if rest:
+        return found | {key: changed(tree[key], rest, value)}
+    return found if value is ... else found | {key: value}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("ruler/lengths", [4096, 8192]),
+        ("ruler/samples", 5),
+        ("ruler/tasks", ["vt", "qa_1"]),
+        ("ruler/not_run", {"qa_2": "needs --hotpotqa"}),
+        ("ruler/sources/squad", ...),
+        ("ruler/sources/squad/path", "b"),
+        ("ruler/sources/text", {"path": "x", "sha256": "t"}),
+        ("perplexity/text/path", "y"),
+        ("perplexity/text/skipped", {"empty": 1}),
+        ("pg19/books/22", {"0": {"path": "x", "blake2b": "c"}}),
+        ("pg19/books/11/1", {"path": "y", "blake2b": "c"}),
+        ("infinitebench/files/code_run.jsonl", "c"),
+        ("infinitebench", ...),
+    ],
+)
+def test_runs_that_share_some_questions_are_compared_by_those(tmp_path, where, value):
+    a = evaluation(tmp_path / "a", [0.0, 1.0], tasks=FULL)
+    b = evaluation(tmp_path / "b", [0.0, 1.0, 1.0], tasks=changed(FULL, where, value))
+    for found in (compare(a, b), compare(b, a)):
+        assert found.cells[0].questions == 2 and found.alone == 1 and found.differing == {}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("ruler/seed", 1),
+        ("ruler/sources/squad/sha256", "other"),
+        ("perplexity/window", 8),
+        ("perplexity/text/sha256", "other"),
+        ("pg19/books/11/0/blake2b", "other"),
+        ("infinitebench/files/passkey.jsonl", "other"),
+    ],
+)
+def test_another_question_of_the_same_name_is_refused(tmp_path, where, value):
+    a = evaluation(tmp_path / "a", [0.0, 1.0], tasks=FULL)
+    b = evaluation(tmp_path / "b", [0.0, 1.0], tasks=changed(FULL, where, value))
+    for one, other in ((a, b), (b, a)):
+        with pytest.raises(UserError, match=f"they differ in tasks.{where.replace('/', '.')};"):
+            compare(one, other)
+
+
+def test_models_are_told_by_their_weights(tmp_path):
+    a = evaluation(tmp_path / "a", [1.0], model="tiny", model_sha256="1")
+    b = evaluation(tmp_path / "b", [1.0], model="tiny/", model_sha256="1")
+    c = evaluation(tmp_path / "c", [1.0], model="tiny/", model_sha256="2")
+    assert compare(a, b).differing == {}
+    assert compare(a, c).differing == {"model": ("tiny", "tiny/"), "model_sha256": ("1", "2")}
 
 
 def test_what_cannot_be_compared_is_one_line(tmp_path, capsys):

@@ -319,6 +319,7 @@ def test_recorded_budgets_keep_what_was_recorded(folder, tmp_path, capsys):
     record = ["record", folder, text, "--out", out, "--budgets", budgets, "--seq-len", "1000", *few]
     assert cli.main([*map(str, record)]) == 0, capsys.readouterr().err
     recorded = [layer["density"] for layer in Recording.load(out).about["layers"]]
+    assert out.stat().st_mode == budgets.stat().st_mode, "safetensors leaves its files to their owner alone"
     ids = load_tokenizer(folder).stream((text.read_text(),))[:1000]
     engine = HuggingFaceEngine(folder, "minference", budgets=budgets, device="cpu")
     engine.nll(ids)
