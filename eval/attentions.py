@@ -17,7 +17,7 @@ from mtraining_nns.ops.config import AttentionConfig
 
 ATTENTIONS = ("dense", "mtraining", "minference", "flexprefill")
 DTYPES = ("bfloat16", "float16", "float32")
-BUDGETS_FORMAT = 1
+BUDGETS_FORMAT = 2
 ANY = {"pattern", "block", "layout", "granularity", "dense_layers", "dense_below", "backend", "deterministic"}
 READ = {  # settings that a pattern reads besides, those of vertical_slash by its budget as well
     "dense": set(),
@@ -29,6 +29,12 @@ READ = {  # settings that a pattern reads besides, those of vertical_slash by it
     "fixed": {"k_v", "k_s", "head_budgets"},
     "budgets of each head": {"head_budgets"},
 }
+SET = {  # settings that a method is made of, which no change may touch
+    "mtraining": set(),
+    "minference": {"pattern", "budget", "head_budgets"},
+    "flexprefill": {"pattern"},
+}
+RECORDED = ("block", "cap", "last_q", "sinks", "local")  # what budgets of each head are read with, as they were counted
 
 
 def check_names(attention: str, dtype: str | None) -> None:
@@ -55,12 +61,12 @@ def attention_of(
         return None
     if isinstance(given, AttentionConfig):
         return given
+    fixed = sorted(SET[attention] & (given or {}).keys())
+    if fixed:
+        raise UserError(f"attention={attention!r} sets {', '.join(fixed)} itself; leave it out, or use mtraining")
     if attention == "mtraining":
         return load_attention(folder, given)
     fields = {"pattern": "flexprefill"} if attention == "flexprefill" else read_budgets(budgets)
-    fixed = sorted(fields.keys() & (given or {}).keys() - {"block"})
-    if fixed:
-        raise UserError(f"attention={attention!r} sets {', '.join(fixed)} itself; leave it out, or use mtraining")
     return _build(fields, given, attention)
 
 
@@ -84,37 +90,27 @@ def load_attention(folder: str | Path, overrides: dict | None = None) -> Attenti
 
 
 def read_budgets(path: str | Path) -> dict:
-    """Fields of AttentionConfig from a file of `write_budgets`."""
+    """Fields of AttentionConfig from a file of `write_budgets`: each head's budget, and what it was counted beside."""
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); write one with mtraining record --budgets") from error
-    if not isinstance(tree, dict) or tree.get("format") != BUDGETS_FORMAT or not {"block", "budgets"} <= tree.keys():
-        raise UserError(f"{path} holds no budgets of format {BUDGETS_FORMAT}; write it with mtraining record --budgets")
-    return {
-        "pattern": "vertical_slash",
-        "budget": "fixed",
-        "block": tree["block"],
-        "head_budgets": tree["budgets"],
-    }
+    try:
+        recorded = {name: tree["attention"][name] for name in RECORDED}
+        if tree["format"] != BUDGETS_FORMAT or not tree["budgets"]:
+            raise ValueError
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} holds no budgets of format {BUDGETS_FORMAT} with their attention; write it with mtraining record"
+            " --budgets"
+        ) from error
+    return {"pattern": "vertical_slash", "budget": "fixed", "head_budgets": tree["budgets"], **recorded}
 
 
 def write_budgets(path: str | Path, recording) -> None:
-    """The columns and slash bins that each head kept in a recording of vertical_slash, as JSON.
-
-    Columns are counted beside the sinks; of bins as many as keep the same block diagonals, the local band included.
-    """
-    sinks = recording.about["attention"]["sinks"]
-    layers = []
-    for _, index in sorted(recording.indices.items()):
-        hit = index.hit[0]  # [N, n]
-        begun = hit.clone()
-        begun[:, 1:] &= ~hit[:, :-1]  # a run of diagonals is one longer than the bins that keep it
-        bins = (hit.sum(-1) - begun.sum(-1)).clamp_min(1)
-        columns = (index.columns.count[0] - sinks).clamp_min(1)
-        layers.append([list(pair) for pair in zip(columns.tolist(), bins.tolist(), strict=True)])
-    told = {name: recording.about[name] for name in ("model", "text", "attention")}
-    tree = {"format": BUDGETS_FORMAT, "block": recording.block, "seq_len": recording.seq_len, **told, "budgets": layers}
+    """How many columns and slash bins each head took in a recording of vertical_slash, as JSON."""
+    told = {name: recording.about[name] for name in ("model", "text", "attention", "budgets")}
+    tree = {"format": BUDGETS_FORMAT, "seq_len": recording.seq_len, **told}
     try:
         Path(path).write_text(json.dumps(tree) + "\n", encoding="utf-8")
     except OSError as error:

@@ -2,9 +2,9 @@
 
     mtraining compare OUT_A OUT_B
 
-Questions that both answered are compared in pairs, cell by cell: each question is as hard for both, so the difference
-is known better than either score. The interval holds the mean difference with 95 %, by bootstrap over the questions of
-a cell. Of perplexity it compares losses a token, in nats, sequence by sequence.
+Questions that both answered, whatever else either was asked, are compared in pairs, cell by cell: each question is as
+hard for both, so the difference is known better than either score. The interval holds the mean difference with 95 %
+(`intervals.py`); of one question there is none. Perplexities are compared as losses a token, in nats, by sequence.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from mtraining_nns.errors import UserError
+from mtraining_nns.eval import intervals
 from mtraining_nns.eval.runner import differences, read_manifest, read_records
 from mtraining_nns.tables import align
 
-RESAMPLES, SURE = 10_000, 95.0
 LOSS = ", loss a token"
+CHOICE = {"lengths", "samples", "tasks", "depths", "not_run"}  # settings of a suite: which questions, not what they say
+SUPPLIES = {"sources", "files", "books"}  # settings whose parts are each read by some questions
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """differing: what the manifests do not share; alone: questions that only one of them answered."""
+    """differing: what the manifests do not share beside questions; alone: questions that only one of them answered."""
 
     cells: list[Cell]
     differing: dict[str, tuple]
@@ -58,10 +60,10 @@ class Comparison:
 
 
 def compare(a: str | Path, b: str | Path) -> Comparison:
-    """UserError for a folder without answers, and for two that share no question or asked it differently."""
+    """UserError for a folder without answers, and for two that share no question or mean another by the same id."""
     (manifest_a, records_a), (manifest_b, records_b) = _read(Path(a)), _read(Path(b))
     differing = differences(manifest_a, manifest_b)
-    asked = [key for key in differing if key.startswith(("tasks.", "tokenizer."))]
+    asked = [key for key, values in differing.items() if _is_of_questions(key, values)]
     if asked:
         raise UserError(f"{a} and {b} asked other questions: they differ in {', '.join(asked)}; evaluate both alike")
     both = [name for name in records_a if name in records_b]
@@ -74,17 +76,30 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
         cell = (f"{suite} {task}" if task else suite + ("" if "score" in one else LOSS), one["length"])
         groups.setdefault(cell, []).append((_value(one), _value(other)))
     cells = [_cell(name, length, np.array(values)) for (name, length), values in groups.items()]
-    return Comparison(cells, differing, len(records_a.keys() ^ records_b.keys()))
+    if "model_sha256" in differing:
+        differing = {"model": (manifest_a.get("model"), manifest_b.get("model")), **differing}
+    runs = {key: values for key, values in differing.items() if not key.startswith("tasks.")}
+    return Comparison(cells, runs, len(records_a.keys() ^ records_b.keys()))
+
+
+def _is_of_questions(key: str, values: tuple) -> bool:
+    """Whether a difference of manifests makes another question of the same id, not only more or fewer of them."""
+    part, _, rest = key.partition(".")
+    suite_and_setting = rest.split(".")[:2]
+    if part != "tasks" or len(suite_and_setting) < 2:  # a suite of one of them alone shares no question
+        return part == "tokenizer"
+    setting = suite_and_setting[1]
+    return setting not in CHOICE and not (setting in SUPPLIES and None in values)
 
 
 def _cell(name: str, length: int, values: np.ndarray) -> Cell:
-    count, interval = len(values), None
-    if count > 1:
-        chosen = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
-        means = (values[:, 1] - values[:, 0])[chosen].mean(1)
-        rest = (100 - SURE) / 2
-        interval = tuple(float(bound) for bound in np.percentile(means, [rest, 100 - rest]))
-    return Cell(name, length, count, *map(float, values.mean(0)), interval)
+    differences = values[:, 1] - values[:, 0]
+    if name.endswith(LOSS):
+        interval = intervals.of_mean(differences)
+    else:
+        found = intervals.of_scores(differences / 100)
+        interval = found and tuple(100 * bound for bound in found)
+    return Cell(name, length, len(values), *map(float, values.mean(0)), interval)
 
 
 def _value(record: dict) -> float:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mtraining_nns.eval import report
 from mtraining_nns.eval.perplexity import summed
+from mtraining_nns.eval.runner import write_text
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -27,11 +28,9 @@ def write(folder: Path, manifest: dict, found: dict[str, list[dict]], notes: dic
     parts.append(
         f"<h2>manifest</h2><details><summary>all that decides the numbers</summary><pre>{text}</pre></details>"
     )
-    path = folder / "report.html"
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>{html.escape(manifest["model"])}</title><style>{STYLE}</style>'
-    path.write_text(f"<!doctype html>\n<html>{head}\n<body>\n{body}\n</body></html>\n", encoding="utf-8")
-    return path
+    return write_text(folder / "report.html", f"<!doctype html>\n<html>{head}\n<body>\n{body}\n</body></html>\n")
 
 
 def _summary(manifest: dict) -> str:

@@ -197,7 +197,7 @@ class HuggingFaceEngine(Engine):
                 use_cache=True,
                 **{self.cache_name: cache},
             )
-            tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+            tokens = self._greedy(output.logits[:, -1])
             found.append(tokens)
             ended |= torch.isin(tokens[:, 0], ends)
             if ended.all():
@@ -209,7 +209,19 @@ class HuggingFaceEngine(Engine):
         input_ids, cache = torch.tensor([prompt], device=self.device), DynamicCache()
         found = self.model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
         self.densities.append(self._density())
-        return int(found.logits[0, -1].argmax()), cache
+        return int(self._greedy(found.logits[:, -1])), cache
+
+    def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, V] -> the largest of each row, int64 [B, 1]. UserError where that is no finite number, as NaN is."""
+        tokens = logits.argmax(-1, keepdim=True)  # NaN counts as the largest
+        found = logits.gather(-1, tokens)
+        if not found.isfinite().all():
+            value = float(found[~found.isfinite()][0])
+            raise UserError(
+                f"{self.model_dir} answers with logits of {value}; its weights or the dtype {self.dtype} are broken,"
+                " take a whole model or another --dtype"
+            )
+        return tokens
 
     def _density(self) -> float:
         """Of the sequence that was read last."""

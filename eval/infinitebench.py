@@ -45,7 +45,8 @@ class InfiniteBenchConfig:
                 raise UserError(f"unknown InfiniteBench task {task!r}; there are {', '.join(tables())}")
         if not self.lengths or min(self.lengths) < 1 or (self.samples is not None and self.samples < 1):
             raise UserError(
-                f"infinitebench needs lengths and samples of at least 1, got {list(self.lengths)} and {self.samples}"
+                f"infinitebench needs lengths and samples of at least 1, got {list(self.lengths)} and {self.samples};"
+                " give e.g. --lengths 128k, and leave out --samples for all questions"
             )
 
 

@@ -81,6 +81,8 @@ def _asked(task: dict, row: dict) -> Asked:
     references = _flat(row["answer"])
     if not references:
         raise ValueError("has no answer")
+    if not all(map(str.strip, references)):
+        raise ValueError(f"expected no empty answer, got {row['answer']!r}")
     number = NUMBERS.get(task["metric"])
     if number is not None and not all(map(number.fullmatch, references)):
         raise ValueError(f"expected numbers as its answer, got {references!r}")
@@ -92,8 +94,10 @@ def _asked(task: dict, row: dict) -> Asked:
 
 
 def _flat(answer) -> list[str]:
-    """`7`, `[7]` and `[[7, 8]]` as a list of words: math_calc's answer is a list in a list."""
-    return [text for part in answer for text in _flat(part)] if isinstance(answer, list) else [str(answer)]
+    """`7`, `[7]` and `[[7, 8]]` as a list of words, null as an empty one: math_calc's answer is a list in a list."""
+    if isinstance(answer, list):
+        return [text for part in answer for text in _flat(part)]
+    return ["" if answer is None else str(answer)]
 
 
 def _chosen(options: list[str], references: list[str]) -> list[str]:

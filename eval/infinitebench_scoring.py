@@ -55,7 +55,8 @@ def last_number(answer: str, references: list[str]) -> float:
     1.0
     """
     last = re.sub(r"[.`'\":]", " ", answer).split()[-1:]
-    return float(bool(last) and re.fullmatch("[+-]?[0-9]+", last[0]) is not None and int(last[0]) == int(references[0]))
+    whole = bool(last) and re.fullmatch("[+-]?[0-9]+", last[0]) is not None
+    return float(whole and _plain(last[0]) == _plain(references[0]))
 
 
 def first_number(answer: str, references: list[str]) -> float:
@@ -74,8 +75,18 @@ def leading_values(answer: str, references: list[str]) -> float:
     >>> leading_values("[4, 8, 5, 1]", ["4", "8", "6", "1"])
     0.5
     """
-    pairs = zip(map(int, re.findall("[0-9]+", answer)), map(int, references))
+    pairs = zip(map(_plain, re.findall("[0-9]+", answer)), map(_plain, references))
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(references)
+
+
+def _plain(number: str) -> str:
+    """A whole number without plus and leading zeros. Not an int, which Python refuses to make of 4,301 digits.
+
+    >>> _plain("+007"), _plain("-0")
+    ('7', '0')
+    """
+    digits = number.lstrip("+-0") or "0"
+    return f"-{digits}" if number.startswith("-") and digits != "0" else digits
 
 
 def name(answer: str, references: list[str]) -> float:

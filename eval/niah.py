@@ -68,7 +68,7 @@ class NiahConfig:
         if self.samples < 1 or self.max_new_tokens < 1:
             raise UserError(
                 f"niah needs at least 1 sample and 1 generated token, got samples={self.samples}, "
-                f"max_new_tokens={self.max_new_tokens}"
+                f"max_new_tokens={self.max_new_tokens}; give --samples and --max-new-tokens of 1 or more"
             )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.scoring import mean_known
+from mtraining_nns.eval.text import left_out
 
 FIRST_BUCKET = 256  # positions 0..255 are the first bucket, each further one doubles the position
 
@@ -185,17 +186,17 @@ class Perplexity:
 
 class Books(Perplexity):
     """The same over books, by id: pg19/LENGTH/NUMBER: of each book that is long enough its first tokens, and of no two
-    in one sequence. used: names and digests of the books by length.
+    in one sequence. used: paths and digests of the books by length and number, for a manifest.
 
-    books: documents, read until every length has `samples`.
+    books: documents, read until every length has `samples`. skipped: what they leave out, by reason, as it is read.
     """
 
     name = "pg19"
 
-    def __init__(self, config: PerplexityConfig, tokenizer, books, first: int | None):
+    def __init__(self, config: PerplexityConfig, tokenizer, books, first: int | None, skipped: dict[str, int]):
         self.config, opening = config, [] if first is None else [first]
         rows: dict[int, list[torch.Tensor]] = {length: [] for length in config.lengths}
-        self.used: dict[int, list[str]] = {length: [] for length in config.lengths}
+        self.used: dict[int, dict[int, dict]] = {length: {} for length in config.lengths}
         read = 0
         for book in books:
             wanting = [length for length in config.lengths if len(rows[length]) < config.samples]
@@ -204,13 +205,13 @@ class Books(Perplexity):
             tokens, read = torch.tensor(opening + tokenizer.encode([book.text])[0]), read + 1
             for length in wanting:
                 if len(tokens) >= length:
+                    self.used[length][len(rows[length])] = {"path": book.name, "blake2b": book.digest.hex()}
                     rows[length].append(tokens[:length])
-                    self.used[length].append(f"{book.name} {book.digest.hex()}")
         for length, found in rows.items():
             if len(found) < config.samples:
                 raise UserError(
-                    f"{len(found)} of {read} books have {length} tokens, expected --samples {config.samples};"
-                    " give more books, fewer samples or a shorter length"
+                    f"{len(found)} of {read} books have {length} tokens, expected --samples {config.samples}"
+                    f"{left_out(skipped)}; give more books, fewer samples or a shorter length"
                 )
         self.inputs = {length: torch.stack(found) for length, found in rows.items()}
 

@@ -6,6 +6,7 @@ matplotlib is the optional extra `plots` and is imported here alone.
 from pathlib import Path
 
 from mtraining_nns.eval.report import grid
+from mtraining_nns.eval.runner import writing
 
 
 def niah(folder: Path, records: list[dict]) -> Path:
@@ -29,5 +30,6 @@ def niah(folder: Path, records: list[dict]) -> Path:
     axis.set_xlabel("tokens")
     axis.set_ylabel("depth of the needle")
     figure.colorbar(image, label="percent found")
-    figure.savefig(folder / "niah.png", dpi=120, bbox_inches="tight")
+    with writing(folder / "niah.png"):
+        figure.savefig(folder / "niah.png", dpi=120, bbox_inches="tight")
     return folder / "niah.png"

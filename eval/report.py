@@ -8,6 +8,7 @@ The manifest is enough to run the same again. A mean is printed only under the c
 """
 
 import csv
+import io
 import os
 import statistics
 from pathlib import Path
@@ -19,11 +20,11 @@ import mtraining_nns
 from mtraining_nns import digest
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.perplexity import LengthPerplexity
-from mtraining_nns.eval.runner import write_json
+from mtraining_nns.eval.runner import write_json, write_text
 from mtraining_nns.eval.scoring import mean_known
 from mtraining_nns.tables import align
 
-FORMAT = 2
+FORMAT = 3
 KEPT = "kept by prefill"
 
 
@@ -156,13 +157,12 @@ def _task_rows(records: list[dict], show) -> list[list[str]]:
 
 def write_csv(folder: Path, found: dict[str, list[dict]]) -> Path:
     """scores.csv of all suites with scores; found: cells by suite."""
-    path = folder / "scores.csv"
     columns = ("suite", "task", "length", "depth", "samples", "score", "standard_error", "density")
-    with path.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, columns, restval="")
-        writer.writeheader()
-        writer.writerows({"suite": suite, **cell} for suite, some in found.items() for cell in some)
-    return path
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, columns, restval="")
+    writer.writeheader()
+    writer.writerows({"suite": suite, **cell} for suite, some in found.items() for cell in some)
+    return write_text(folder / "scores.csv", stream.getvalue())
 
 
 def perplexity_table(results: list[LengthPerplexity], name: str = "perplexity") -> str:

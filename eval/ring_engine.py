@@ -55,7 +55,7 @@ class RingEngine(Engine):
                 f"{shortest} tokens give {ranks} ranks less than {share} each; use at least {least} tokens, fewer ranks"
                 " or a smaller attention block"
             )
-        self.ranks, self.processes, self.pipes = ranks, [], []
+        self.model_dir, self.ranks, self.processes, self.pipes = model_dir, ranks, [], []
         on_cpu = usable_device(device).type == "cpu"
         if not on_cpu and torch.cuda.device_count() < ranks:
             raise UserError(

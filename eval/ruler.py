@@ -39,7 +39,8 @@ class RulerConfig:
                 raise UserError(f"unknown RULER task {task!r}; there are {', '.join(known)}")
         if not self.lengths or min(self.lengths) < 1 or self.samples < 1:
             raise UserError(
-                f"ruler needs lengths and samples of at least 1, got {list(self.lengths)} and {self.samples}"
+                f"ruler needs lengths and samples of at least 1, got {list(self.lengths)} and {self.samples}; give e.g."
+                " --lengths 4k --samples 20"
             )
 
 
@@ -52,7 +53,7 @@ class Ruler(Generative):
         self.config, self.sources = config, sources
         self.form = Format(tokenizer, chat=config.chat)
         missing = {task: sources.missing(tables()["tasks"][task]) for task in config.tasks}
-        self.not_run = {task: f"needs {source}" for task, source in missing.items() if source}
+        self.not_run = {task: f"needs --{source}" for task, source in missing.items() if source}
         self.tasks = [task for task in config.tasks if not missing[task]]
 
     def ids(self) -> list[str]:

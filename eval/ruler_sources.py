@@ -76,10 +76,19 @@ def _read(name: str, path: str) -> Dataset:
         raise UserError(
             f"{path} is not {name}'s file ({type(error).__name__}: {error}); give it as published"
         ) from error
-    if not found.asked or len(found.documents) < 2:
-        raise UserError(
-            f"{path} holds no questions with answers over several documents; give {name}'s file as published"
-        )
+    if not found.asked:
+        raise UserError(f"{path} holds no questions with answers; give {name}'s file as published")
+    for one in found.asked:
+        if not all(isinstance(answer, str) and answer.strip() for answer in one.answers):
+            raise UserError(
+                f"{path} has an empty answer to {one.question!r}, which every text holds; give {name}'s file as"
+                " published"
+            )
+        if len(set(one.documents)) == len(found.documents):
+            raise UserError(
+                f"{path} holds {len(found.documents)} documents, all of them of the question {one.question!r}, and none"
+                f" to put beside them; give {name}'s file as published"
+            )
     return found
 
 

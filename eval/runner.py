@@ -7,8 +7,11 @@
 A run that was killed goes on after its last whole line, and its records are those of a run that was not.
 """
 
+import contextlib
 import json
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,8 +21,11 @@ from mtraining_nns.errors import UserError
 MANIFEST, RECORDS = "manifest.json", "records.jsonl"
 
 
+PATHS = {"model", "path", "skipped"}  # keys of a manifest that are for people: a hash beside them decides
+
+
 class Records:
-    """The answers of a run, on disk if it has a folder."""
+    """The answers of a run, on disk if it has a folder, which no other run may write (`run_lock`)."""
 
     def __init__(self, folder: Path | None, manifest: dict):
         self.folder, self.found, self.stream = folder, {}, None
@@ -37,13 +43,16 @@ class Records:
         self.found[record["id"]] = record
         if self.stream is not None:
             # a lone surrogate becomes the escape that JSON has for it
-            self.stream.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
-            self.stream.flush()
+            line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+            with writing(self.folder / RECORDS):
+                self.stream.write(line)
+                self.stream.flush()
 
     def close(self) -> None:
         """Nothing follows."""
         if self.stream is not None:
-            self.stream.close()
+            with contextlib.suppress(OSError):  # `add` has told of what could not be written
+                self.stream.close()
 
     def _claim(self, manifest: dict) -> None:
         manifest = json.loads(json.dumps(manifest))
@@ -81,15 +90,33 @@ def read_records(folder: Path) -> tuple[dict[str, dict], int]:
             continue
         try:
             record = json.loads(line)
-            if not {"id", "length"} <= record.keys() or not {"score", "buckets"} & record.keys():
-                raise ValueError("it has no id, length and score")
-        except (ValueError, AttributeError) as error:
+            _check(record)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise UserError(
-                f"{folder / RECORDS}, line {number} is damaged ({error}); remove the line and evaluate again, which"
+                f"{folder / RECORDS}, line {number} is damaged ({reason}); remove the line and evaluate again, which"
                 " asks its question alone"
             ) from error
         found[record["id"]] = record
     return found, len(whole) + bool(whole)
+
+
+def _check(record: dict) -> None:
+    """ValueError, TypeError, AttributeError or KeyError for a record that no suite has written."""
+    suite = record["id"].partition("/")[0]
+    numbers = [record["length"]] + ([] if record["density"] is None else [record["density"]])
+    if suite == "niah":
+        numbers.append(record["depth"])
+    if suite in ("ruler", "infinitebench") and not isinstance(record["task"], str):
+        raise ValueError(f"its task is {record['task']!r}")
+    if "buckets" in record:
+        numbers += [bucket[name] for bucket in record["buckets"] for name in ("begin", "end", "tokens", "nll_sum")]
+        if not record["buckets"] or any(bucket["tokens"] < 1 for bucket in record["buckets"]):
+            raise ValueError("it has no losses")
+    elif not 0 <= record["score"] <= 1:
+        raise ValueError(f"its score is {record['score']}")
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("it holds numbers that are not finite")
 
 
 def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:
@@ -107,16 +134,36 @@ def run(suites: list, engine, records: Records) -> dict[str, list[dict]]:
 
 def write_json(path: Path, value: dict) -> Path:
     """Write a file whole or not at all; one that exists is replaced."""
+    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file whole or not at all; one that exists is replaced. UserError where that cannot be."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        with writing(path):
+            temporary.write_text(text, encoding="utf-8", newline="")
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """UserError for a file that cannot be written, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path} ({error.strerror}); make room and give the same command again, which goes on there"
+        ) from error
+
+
 def differences(before: dict, now: dict, path: str = "") -> dict[str, tuple]:
-    """Both values of every key in which two manifests differ, nested keys joined by dots."""
+    """Both values of every key in which two manifests differ, but for PATHS; nested keys joined by dots."""
     found = {}
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted((before.keys() | now.keys()) - PATHS):
         a, b = before.get(key), now.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             found |= differences(a, b, f"{path}{key}.")

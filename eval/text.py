@@ -58,14 +58,20 @@ def read_source(path: str | Path, *, max_bytes: int) -> TextSource:
     return TextSource(documents=documents, path=str(path), skipped=dict(log.reasons))
 
 
-def read_books(path: str | Path) -> Iterator[Document]:
-    """The text files of a folder one by one, in sorted order. UserError where there is none."""
+def read_books(path: str | Path, log: SkipLog) -> Iterator[Document]:
+    """The text files of a folder one by one, in sorted order; UserError without any. log: of those left out."""
     sources, found = Sources([str(path)], glob="*.txt"), False
-    for document in sources.documents(SkipLog()):
+    for document in sources.documents(log):
         found = True
         yield document
     if not found:
-        raise UserError(f"no books in {path}; give a folder of UTF-8 .txt files")
+        raise UserError(f"no books in {path}{left_out(log.reasons)}; give a folder of UTF-8 .txt files")
+
+
+def left_out(reasons: dict[str, int]) -> str:
+    """`, left out: 2 not UTF-8, 1 empty` of counts by reason, nothing of none."""
+    told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    return told and f", left out: {told}"
 
 
 def _heldout_documents(folder: Path, max_bytes: int) -> Iterator[str]:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mtraining_nns import permissions
 from mtraining_nns.errors import UserError
 from mtraining_nns.host_adamw import MOMENTS
 from mtraining_nns.optim import make_room
@@ -104,7 +105,9 @@ def save_alone(folder: str, step: int, kinds: Iterable[tuple[str, dict[str, torc
     try:
         for number, (kind, tensors) in enumerate(kinds, 1):
             named = {f"{kind}/{name}": tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(named, os.path.join(partial, f"shard-00001-model-{number:05d}-of-{len(KINDS):05d}.safetensors"))
+            path = os.path.join(partial, f"shard-00001-model-{number:05d}-of-{len(KINDS):05d}.safetensors")
+            save_file(named, path)
+            permissions.as_opened(path)
         fault = _complete(partial, final, files)
     except (OSError, SafetensorError) as error:
         fault = f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from mtraining_nns import nnscaler_states, resume
+from mtraining_nns import nnscaler_states, permissions, resume
 from mtraining_nns.data import tokenizer as tokenizers
 from mtraining_nns.data.atomic import new_folder
 from mtraining_nns.errors import UserError
@@ -72,9 +72,16 @@ def convert(source: str, out: str, dtype: str = "bfloat16") -> None:
     for name, weight in named_weights(lm).items():
         weight.detach().copy_(unpacked[name])
     with new_folder(Path(out)) as folder:
-        lm.save_pretrained(folder)
-        (folder / "config.json").write_text(config_text(lm.config), encoding="utf-8")
+        _save(lm, folder)
         tokenizers.save(tokenizer, folder)
+
+
+def _save(lm, folder: Path) -> None:
+    """Weights and config.json."""
+    lm.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        permissions.as_opened(weights)
+    (folder / "config.json").write_text(config_text(lm.config), encoding="utf-8")
 
 
 def finish(recipe: Recipe, path: str, found: dict) -> None:
@@ -113,8 +120,7 @@ def check_out(out: str) -> None:
 def publish(lm, recipe: Recipe, out: str, generation: dict, tokenizer: str) -> None:
     """Write the HuggingFace folder `out` from a causal LM on the CPU; generation: of generation_config.json."""
     with new_folder(Path(out)) as folder:
-        lm.save_pretrained(folder)
-        (folder / "config.json").write_text(config_text(lm.config), encoding="utf-8")
+        _save(lm, folder)
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
         (folder / ATTENTION).write_text(attention_text(recipe), encoding="utf-8")
         if os.path.isdir(tokenizer):

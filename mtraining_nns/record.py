@@ -71,6 +71,7 @@ def record(request: Request) -> Recording:
         "attention": asdict(tap.operator.config),
         "rows": tap.rows,
         "mass": MASS,
+        "budgets": [budgets for _, budgets in sorted(tap.budgets.items())],
         "layers": [
             {"layer": layer, "density": index.density(len(ids)).item(), **tap.found[layer]._asdict()}
             for layer, index in last.items()
@@ -143,5 +144,7 @@ def _run(lm, tap: Tap, ids: torch.Tensor) -> float:
     recompute_layers(lm.train())
     labels = torch.cat([ids[1:], ids.new_tensor([IGNORE])])
     loss = CausalLMLoss(lm)(ids[None], labels[None], torch.arange(len(ids), device=ids.device)[None])
+    if not loss.isfinite():
+        raise UserError(f"the model's loss on the text is {loss.item()}; its weights are broken, take a whole model")
     loss.backward()
     return loss.item() / (len(ids) - 1)

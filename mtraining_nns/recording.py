@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mtraining_nns import permissions
 from mtraining_nns.errors import UserError
 from mtraining_nns.ops.index import NO_COLUMN, ColumnIndex, DistanceIndex, Index, RowIndex, packed, unpacked
 
@@ -50,6 +51,7 @@ class Recording:
         }
         try:
             save_file(tensors, path, metadata)
+            permissions.as_opened(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {path} ({error}); choose another --out") from error
 

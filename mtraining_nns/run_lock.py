@@ -1,4 +1,7 @@
-"""One run a folder: two would remove each other's checkpoints. The lock goes with its process, however that ends."""
+"""One run a folder: two would remove each other's checkpoints, or write every answer twice.
+
+The lock goes with its process, however that ends.
+"""
 
 import contextlib
 import fcntl
@@ -8,12 +11,15 @@ from collections.abc import Iterator
 
 from mtraining_nns.errors import UserError
 
-NAME = ".lock"  # in checkpoint.dir
+NAME = ".lock"  # in the folder
 
 
 @contextlib.contextmanager
-def held(folder: str) -> Iterator[None]:
-    """Hold the lock of a checkpoint.dir; UserError where another run holds it, a warning where there are no locks."""
+def held(folder: str | os.PathLike, option: str) -> Iterator[None]:
+    """Hold the lock of a folder that an option names, such as checkpoint.dir.
+
+    UserError where another run holds it, a warning where there are no locks.
+    """
     file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -23,10 +29,10 @@ def held(folder: str) -> Iterator[None]:
         holder = os.pread(file, 1000, 0).decode(errors="replace")
         os.close(file)
         raise UserError(
-            f"checkpoint.dir={folder} is that of a run at work ({holder}); wait for its end, or take another folder"
+            f"{option}={folder} is that of a run at work ({holder}); wait for its end, or take another folder"
         ) from error
     except OSError as error:
-        print(f"checkpoint.dir={folder} takes no lock ({error.strerror}): start no second run in it", flush=True)
+        print(f"{option}={folder} takes no lock ({error.strerror}): start no second run in it", flush=True)
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from mtraining_nns.ops.patterns import Place, vertical_slash
 from mtraining_nns.ops.patterns.top_p import fewest
 
 MASS = 0.95
@@ -34,23 +35,32 @@ class Sparsity(NamedTuple):
 class Tap:
     """An operator that computes as `operator` does and, in the backward pass, measures `rows` of each layer.
 
-    found: {layer: Sparsity} after the backward pass.
+    found: {layer: Sparsity} after the backward pass. budgets: {layer: [k_v, k_s] of each head} of vertical_slash.
     """
 
     def __init__(self, operator, rows: list[int]):
         self.operator, self.rows = operator, rows
         self.found: dict[int, Sparsity] = {}
+        self.budgets: dict[int, list[list[int]]] = {}
 
     def __call__(self, q, k, v, *, layer: int, seq_len=None, scale=None):
         out = self.operator(q, k, v, layer=layer, seq_len=seq_len, scale=scale)
         if out.requires_grad:  # not in the first of two forward passes under activation checkpointing
             kept = q.detach(), k.detach(), v.detach()
+            if self.operator.config.pattern == "vertical_slash":
+                self.budgets[layer] = self._budgets(*kept[:2], layer, scale)
 
             def measure(dout):
                 self.found[layer] = measure_rows(*kept, dout, self.rows, scale=scale)
 
             out.register_hook(measure)
         return out
+
+    def _budgets(self, q, k, layer: int, scale: float | None) -> list[list[int]]:
+        place = Place(self.operator.last[layer][1], self.operator.ring)
+        config = self.operator.config.of_layer(layer)
+        found = vertical_slash.budgets(q, k, place, config, q.shape[-1] ** -0.5 if scale is None else scale)
+        return torch.stack(found, -1)[0].tolist()
 
     def prepare(self, *shape) -> None:
         """Tell the operator a model's shape."""

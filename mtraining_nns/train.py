@@ -41,7 +41,7 @@ def run(arguments: list[str], process: environment.Process) -> None:
     recipe = Recipe.load(arguments[0], arguments[1:]).resolve(process.world)
     engines.check(recipe)
     recipe.make_run_folder()
-    with run_lock.held(recipe.checkpoint.dir) if process.rank == 0 else nullcontext():
+    with run_lock.held(recipe.checkpoint.dir, "checkpoint.dir") if process.rank == 0 else nullcontext():
         if process.rank == 0:
             keep(recipe)
         try:

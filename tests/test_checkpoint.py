@@ -167,7 +167,7 @@ def test_keep_counts_both_engines(tmp_path):
 def test_a_second_run_in_a_folder_is_refused(tmp_path):
     path = write_recipe(tmp_path)
     (tmp_path / "run").mkdir()
-    with run_lock.held(str(tmp_path / "run")):
+    with run_lock.held(str(tmp_path / "run"), "checkpoint.dir"):
         code, said = launched.run(launched.command(path, nproc=1))
         assert code == 2 and f"run is that of a run at work (process {os.getpid()} on " in said, said
         assert not list((tmp_path / "run").glob("step-*"))

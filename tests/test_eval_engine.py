@@ -15,8 +15,9 @@ from mtraining_nns.cli.words import parse_length
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval import huggingface
 from mtraining_nns.eval.attentions import load_attention
-from mtraining_nns.eval.huggingface import HuggingFaceEngine
+from mtraining_nns.eval.huggingface import HuggingFaceEngine, load_tokenizer
 from mtraining_nns.eval.perplexity import PerplexityConfig, position_nll
+from mtraining_nns.recording import Recording
 
 SPARSE = {"block": 64, "budget": "fixed", "k_v": 8, "k_s": 1, "sinks": 4, "local": 64, "last_q": 16}
 
@@ -298,9 +299,41 @@ def test_methods_of_attention_by_name(folder, dense, tmp_path, capsys):
         torch.testing.assert_close(whole.nll(ids), dense.nll(ids), rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match="needed by minference and no other method, got None"):
         HuggingFaceEngine(folder, "minference", device="cpu")
-    budgets.write_text(json.dumps({"format": 1, "block": 64, "budgets": [[[1, 1]]]}))
+    whole = json.loads(budgets.read_text())
+    budgets.write_text(json.dumps({**whole, "budgets": [[[1, 1]]]}))
     with pytest.raises(UserError, match="is for 1 layers, the model has 2"):
         HuggingFaceEngine(folder, "minference", budgets=budgets, device="cpu")
-    budgets.write_text("{}")
-    with pytest.raises(UserError, match="holds no budgets of format 1"):
-        HuggingFaceEngine(folder, "minference", budgets=budgets, device="cpu")
+    lacks = {key: value for key, value in whole.items() if key != "attention"}
+    for text in ({}, [], 3, {**whole, "budgets": []}, {**whole, "format": 1}, lacks, {**whole, "attention": {}}):
+        budgets.write_text(json.dumps(text))
+        with pytest.raises(UserError, match="holds no budgets of format 2 with their attention"):
+            HuggingFaceEngine(folder, "minference", budgets=budgets, device="cpu")
+
+
+def test_recorded_budgets_keep_what_was_recorded(folder, tmp_path, capsys):
+    """On the text of the recording, with sinks, band and last queries that are not the defaults; a change is taken."""
+    text, out, budgets = tmp_path / "text.txt", tmp_path / "index.safetensors", tmp_path / "budgets.json"
+    text.write_text("".join(f"{number} is no other number than {number * number}. " for number in range(60)))
+    few = [f"attention.{k}={v}" for k, v in {"block": 32, "sinks": 3, "local": 40, "last_q": 16, "cap": 100}.items()]
+    few += ["attention.p_v=0.5", "attention.p_s=0.5"]
+    record = ["record", folder, text, "--out", out, "--budgets", budgets, "--seq-len", "1000", *few]
+    assert cli.main([*map(str, record)]) == 0, capsys.readouterr().err
+    recorded = [layer["density"] for layer in Recording.load(out).about["layers"]]
+    assert out.stat().st_mode == budgets.stat().st_mode, "safetensors leaves its files to their owner alone"
+    ids = load_tokenizer(folder).stream((text.read_text(),))[:1000]
+    engine = HuggingFaceEngine(folder, "minference", budgets=budgets, device="cpu")
+    engine.nll(ids)
+    assert engine.densities == pytest.approx([sum(recorded) / 2], abs=1e-6) and max(recorded) < 0.9
+    config = engine.attention_config
+    assert (config.block, config.sinks, config.local, config.last_q, config.cap) == (32, 3, 40, 16, 100)
+    more = HuggingFaceEngine(folder, "minference", {"local": 400}, budgets, device="cpu")
+    more.nll(ids)
+    assert more.densities[0] > engine.densities[0] + 0.1
+    with pytest.raises(UserError, match="attention='minference' sets head_budgets itself"):
+        HuggingFaceEngine(folder, "minference", {"head_budgets": []}, budgets, device="cpu")
+    assert cli.main([*map(str, record), "attention.dense_below=2000"]) == 2
+    assert "--budgets needs vertical_slash in every layer" in capsys.readouterr().err
+    record[6] = str(out.parent / "." / out.name)
+    assert cli.main([*map(str, record)]) == 2
+    assert "--out and --budgets are one file" in capsys.readouterr().err
+    assert Recording.load(out).about["layers"]

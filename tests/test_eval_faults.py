@@ -1,4 +1,4 @@
-"""What an evaluation must notice: another model in the folder, files that are not what they should be, lost work."""
+"""What an evaluation must notice: models, files and requests that are not what they should be."""
 
 import json
 
@@ -10,15 +10,11 @@ from tiny_model import byte_tokenizer, save_llama
 from mtraining_nns import cli
 from mtraining_nns.errors import UserError
 from mtraining_nns.eval.attentions import attention_of
-from mtraining_nns.eval.compare import compare
-from mtraining_nns.eval.huggingface import TextTokenizer
+from mtraining_nns.eval.huggingface import HuggingFaceEngine, TextTokenizer
 from mtraining_nns.eval.infinitebench_rows import read
 from mtraining_nns.eval.niah import Niah, NiahConfig
-from mtraining_nns.eval.perplexity import Perplexity, PerplexityConfig
-from mtraining_nns.eval.questions import Engine
 from mtraining_nns.eval.ruler import Ruler, RulerConfig
 from mtraining_nns.eval.ruler_sources import Sources
-from mtraining_nns.eval.runner import Records, run
 
 
 @pytest.fixture
@@ -35,90 +31,6 @@ def fails(capsys, *words) -> str:
     assert cli.main(["eval", *map(str, words)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     return line
-
-
-def test_answers_of_other_weights_or_another_tokenizer_are_not_gone_on_with(folder, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("Some words that say little. " * 60)
-    line = ["--model", folder, "--suite", "perplexity", "--lengths", "256", "--text", text, "--device", "cpu"]
-    assert cli.main(["eval", *map(str, line), "--out", str(tmp_path / "a")]) == 0
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: 0.5 * weight for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    assert "differs in model_sha256" in fails(capsys, *line, "--out", tmp_path / "a")
-    byte_tokenizer(bos=True).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 257}))
-    assert cli.main(["eval", *map(str, line), "--out", str(tmp_path / "b")]) == 0
-    with pytest.raises(UserError, match=r"asked other questions: they differ in .*tokenizer.sha256"):
-        compare(tmp_path / "a", tmp_path / "b")
-
-
-def test_each_sequence_is_kept_once_it_is_read(tmp_path):
-    class Ends(Engine):
-        batch_size, left = 8, 2
-
-        def nll(self, token_ids):
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-            return torch.ones(len(token_ids) - 1)
-
-    suite = Perplexity(PerplexityConfig(lengths=(16,), samples=5), torch.arange(100), None)
-    records = Records(tmp_path, {})
-    with pytest.raises(KeyboardInterrupt):
-        run([suite], Ends(), records)
-    records.close()
-    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
-
-
-def test_any_text_is_a_record(tmp_path):
-    """Line ends of Unicode, and a lone surrogate, which UTF-8 has not."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        records = Records(tmp_path / name, {"tasks": {}})
-        records.add({"id": "niah/1/0/0", "length": 1, "score": 1.0, "generated": "one\u2028two\x85three \ud800"})
-        records.close()
-    assert compare(tmp_path / "a", tmp_path / "b").cells[0].difference == 0
-    again = Records(tmp_path / "a", {"tasks": {}})
-    assert again.found["niah/1/0/0"]["generated"] == "one\u2028two\x85three \ud800"
-    again.close()
-    (tmp_path / "a" / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="manifest.json is damaged"):
-        Records(tmp_path / "a", {"tasks": {}})
-
-
-RECORD = json.dumps({"id": "niah/1/0/0", "length": 1, "score": 1.0}).encode()
-
-
-@pytest.mark.parametrize(
-    "line", [b"garbage", b"[]", b"3", b"{}", b"\xff\xfe", b"\0", b'{"id": "niah/1/0/1"}', b'{"length": 1, "score": 1}']
-)
-def test_a_damaged_answer_is_named_and_not_counted(tmp_path, line):
-    """In the middle of a file, where no kill of this program leaves it; a blank line is none."""
-    Records(tmp_path, {"tasks": {}}).close()
-    path = tmp_path / "records.jsonl"
-    path.write_bytes(RECORD + b"\n\n" + line + b"\n" + RECORD + b"\n")
-    for reader in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
-        with pytest.raises(UserError, match=r"records.jsonl, line 3 is damaged .* remove the line and evaluate again"):
-            reader()
-    path.write_bytes(RECORD + b"\n\n" + RECORD + b"\n")
-    assert list(Records(tmp_path, {"tasks": {}}).found) == ["niah/1/0/0"]
-
-
-def test_answers_without_a_manifest_are_of_no_known_run(tmp_path):
-    (tmp_path / "records.jsonl").write_bytes(RECORD + b"\n")
-    with pytest.raises(UserError, match="holds answers of an unknown run, without manifest.json"):
-        Records(tmp_path, {"tasks": {}})
-    assert (tmp_path / "records.jsonl").read_bytes() == RECORD + b"\n"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "3", ""])
-def test_a_manifest_that_is_none_is_one_line(tmp_path, text):
-    (tmp_path / "records.jsonl").write_bytes(RECORD + b"\n")
-    (tmp_path / "manifest.json").write_text(text)
-    for reader in (lambda: Records(tmp_path, {"tasks": {}}), lambda: compare(tmp_path, tmp_path)):
-        with pytest.raises(UserError, match="manifest.json is damaged"):
-            reader()
 
 
 CONFIGS = {
@@ -152,6 +64,44 @@ def test_weights_of_another_shape_are_named(folder, capsys):
     assert "lacks 2 weights, first lm_head.weight" in error
 
 
+def fill(folder, name: str, value: float) -> None:
+    """Every weight of a tensor."""
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: torch.full_like(weights[name], value)}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("suite", ["niah", "ruler --tasks vt --samples 1", "perplexity"])
+def test_weights_that_are_no_numbers_are_one_line(folder, tmp_path, capsys, suite):
+    """And no score."""
+    (tmp_path / "text.txt").write_text("Some words. " * 200)
+    fill(folder, "model.norm.weight", float("nan"))
+    line = ["--model", folder, "--lengths", "1500", "--device", "cpu", "--suite", *suite.split(), "--out", tmp_path]
+    error = fails(capsys, *line, *(["--text", tmp_path / "text.txt"] if suite == "perplexity" else []))
+    assert "nan" in error and "broken" in error
+    assert not (tmp_path / "records.jsonl").read_text()
+    record = ["record", folder, tmp_path / "text.txt", "--out", tmp_path / "index.safetensors", "--seq-len", "500"]
+    assert cli.main([*map(str, record)]) == 2
+    assert "the model's loss on the text is nan; its weights are broken" in capsys.readouterr().err
+    assert not (tmp_path / "index.safetensors").exists()
+
+
+def test_logits_that_break_while_decoding_are_one_line(folder):
+    engine = HuggingFaceEngine(folder, device="cpu")
+    forward, calls = engine.model.forward, []
+
+    def breaks(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 4:  # two prompts are read, two tokens decoded
+            output.logits[1, -1, 7] = float("inf")
+        return output
+
+    engine.model.forward = breaks
+    with pytest.raises(UserError, match=r"answers with logits of inf; its weights or the dtype float32 are broken"):
+        engine.generate([[1, 2, 3], [4, 5]], 8)
+    assert len(calls) == 4
+
+
 def test_every_length_is_checked_and_the_least_is_right(tokenizer):
     config = NiahConfig(lengths=(2000, 350), samples=4)
     with pytest.raises(UserError, match=r"length 350 cannot hold .* use at least (\d+)") as found:
@@ -163,15 +113,25 @@ def test_every_length_is_checked_and_the_least_is_right(tokenizer):
         Ruler(cwe, tokenizer, Sources()).check()
 
 
+def squad(contexts: list[str], answers: list) -> dict:
+    """Paragraphs, the first with a question."""
+    asked = [{"question": "q", "answers": [{"text": answer} for answer in answers]}]
+    paragraphs = [{"context": context, "qas": asked if n == 0 else []} for n, context in enumerate(contexts)]
+    return {"data": [{"paragraphs": paragraphs}]}
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
         ([1], "is not squad's file"),
-        ({"data": []}, "holds no questions with answers over several documents"),
+        ({"data": []}, "holds no questions with answers; give squad's file"),
         (
             {"data": [{"paragraphs": [{"context": "x", "qas": [{"question": "q", "answers": []}]}]}]},
             "holds no questions",
         ),
+        (squad(["A b.", "C d."], ["b", " "]), "has an empty answer to 'q', which every text holds"),
+        (squad(["A b.", "C d."], [None]), "has an empty answer to 'q'"),
+        (squad(["A b."], ["b"]), "holds 1 documents, all of them of the question 'q', and none to put beside them"),
     ],
 )
 def test_a_source_that_is_something_else(tmp_path, tokenizer, tree, message):
@@ -182,11 +142,22 @@ def test_a_source_that_is_something_else(tmp_path, tokenizer, tree, message):
         ruler.check()
 
 
+def test_one_row_of_hotpotqa_has_no_other_documents(tmp_path, tokenizer):
+    path = tmp_path / "hotpot.json"
+    row = {"question": "q", "answer": "b", "context": [["A", ["A b."]], ["C", ["C d."]]]}
+    path.write_text(json.dumps([row]))
+    ruler = Ruler(RulerConfig(lengths=(2000,), tasks=("qa_2",), samples=1), tokenizer, Sources(hotpotqa=str(path)))
+    with pytest.raises(UserError, match="holds 2 documents, all of them of the question 'q'"):
+        ruler.check()
+    path.with_name("empty.json").write_text(json.dumps([{**row, "answer": ""}]))
+    ruler.sources = Sources(hotpotqa=str(path.with_name("empty.json")))
+    with pytest.raises(UserError, match="has an empty answer to 'q'"):
+        ruler.check()
+
+
 def test_no_question_is_asked_twice(tmp_path, tokenizer):
-    paragraph = {"context": "A b.", "qas": [{"question": "q", "answers": [{"text": "b"}]}]}
-    other = {"context": "C d.", "qas": []}
     path = tmp_path / "squad.json"
-    path.write_text(json.dumps({"data": [{"paragraphs": [paragraph, other]}]}))
+    path.write_text(json.dumps(squad(["A b.", "C d."], ["b"])))
     ruler = Ruler(RulerConfig(lengths=(2000,), tasks=("qa_1",), samples=4), tokenizer, Sources(squad=str(path)))
     with pytest.raises(UserError, match="squad has 1 questions, ruler qa_1 wants --samples 4"):
         ruler.check()
@@ -198,6 +169,14 @@ def test_a_reference_fits_its_metric(tmp_path):
     path.write_text(json.dumps(row))
     with pytest.raises(UserError, match=r"line 1: expected numbers as its answer, got \['abc'\]"):
         list(read("code_run", path, None))
+
+
+@pytest.mark.parametrize("answer", [None, [None], [""], " ", ["right", ""], [[None]]])
+def test_an_empty_answer_of_infinitebench_is_refused(tmp_path, answer):
+    path = tmp_path / "longbook_qa_eng.jsonl"
+    path.write_text(json.dumps({"id": 0, "context": "A book.", "input": "Who?", "answer": answer, "options": []}))
+    with pytest.raises(UserError, match="line 1: expected no empty answer, got"):
+        list(read("longbook_qa_eng", path, None))
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}"])
@@ -214,9 +193,32 @@ def test_what_a_method_is_stays(folder):
     assert attention_of(folder, "flexprefill", {"block": 64}).block == 64
 
 
+def test_books_that_are_left_out_are_told(folder, tmp_path, capsys):
+    books = tmp_path / "books"
+    books.mkdir()
+    (books / "a.txt").write_text(" \n")
+    (books / "b.txt").write_bytes(b"\xff\xfe\xfa")
+    line = ["--model", folder, "--suite", "pg19", "--lengths", "256", "--device", "cpu", "--pg19", books]
+    assert f"no books in {books}, left out: 1 empty, 1 not UTF-8; give a folder" in fails(capsys, *line)
+    (books / "c.txt").write_text("Some words that say little. " * 60)
+    error = fails(capsys, *line, "--samples", "2")
+    assert (
+        "1 of 1 books have 256 tokens, expected --samples 2, left out: 1 empty, 1 not UTF-8; give more books" in error
+    )
+    assert cli.main(["eval", *map(str, line), "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.splitlines()[-3] == f"books of {books}, left out: 1 empty, 1 not UTF-8"
+    assert "left out: 1 empty, 1 not UTF-8" in (tmp_path / "out" / "report.html").read_text()
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["tasks"]["pg19"]["skipped"] == {"empty": 1, "not UTF-8": 1}
+
+
 def test_requests_that_cannot_be(folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Some words. " * 200)
     line = ["--model", folder, "--suite", "perplexity", "--lengths", "512", "--text", text]
+    assert "samples must be at least 1, got 0; give --samples 1 or more" in fails(capsys, *line, "--samples", "0")
+    for suite, fix in {"niah": "give --samples", "ruler": "give e.g. --lengths 4k --samples 20"}.items():
+        asked = ["--model", folder, "--suite", suite, "--lengths", "1k", "--samples", "0"]
+        assert fix in fails(capsys, *asked)
     assert "--gpus must be at least 1, got 0" in fails(capsys, *line, "--gpus", "0")
     assert "device 'banana' is not usable here" in fails(capsys, *line, "--gpus", "2", "--device", "banana")

@@ -1,6 +1,7 @@
 """Every word of a request does something, or is refused in one line that names what it is for."""
 
 import argparse
+import json
 
 import pytest
 from tiny_model import byte_tokenizer, save_llama
@@ -88,7 +89,9 @@ def test_a_setting_that_its_pattern_does_not_read_is_refused(folder, attention, 
 
 
 def test_budgets_of_each_head_leave_no_others(folder, tmp_path):
-    (tmp_path / "budgets.json").write_text('{"format": 1, "block": 64, "budgets": [[[1, 1]]]}')
+    recorded = {"block": 64, "cap": 100, "last_q": 64, "sinks": 4, "local": 64}
+    tree = {"format": 2, "attention": recorded, "budgets": [[[1, 1]]]}
+    (tmp_path / "budgets.json").write_text(json.dumps(tree))
     with pytest.raises(UserError, match="k_v does nothing with vertical_slash and budgets of each head"):
         attention_of(folder, "minference", {"k_v": 5}, tmp_path / "budgets.json")
 

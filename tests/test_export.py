@@ -62,6 +62,12 @@ def test_strict_load_gives_the_trainers_loss(run):
     assert summary["eval_by_position/sparse_from_0000256"] != by_position["eval_by_position/dense_from_0000256"]
 
 
+def test_whoever_reads_one_file_reads_all(run):
+    """safetensors leaves its own to their owner alone."""
+    folder = run[0]
+    assert {file.stat().st_mode for file in folder.iterdir()} == {(folder / "config.json").stat().st_mode}
+
+
 def test_config_means_the_same_to_every_transformers(run):
     folder, _, _, rope = run
     fields = json.loads((folder / "config.json").read_text())

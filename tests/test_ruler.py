@@ -211,11 +211,11 @@ def test_questions_come_with_their_documents(task, tokenizer, sources):
 def test_tasks_without_a_source_are_not_run(tokenizer, sources):
     suite = suite_of(tokenizer, Sources(hotpotqa=sources.hotpotqa))
     missing = [f"niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")]
-    assert suite.not_run == {**dict.fromkeys(missing, "needs text"), "qa_1": "needs squad"}
+    assert suite.not_run == {**dict.fromkeys(missing, "needs --text"), "qa_1": "needs --squad"}
     assert not {name.split("/")[1] for name in suite.ids()} & set(suite.not_run)
     records = run([suite], Echo(), Records(None, {}))["ruler"]
     table = report.ruler_table(records, suite.not_run)
-    assert "not run: qa_1, needs squad" in table and "mean of the tasks above" in table
+    assert "not run: qa_1, needs --squad" in table and "mean of the tasks above" in table
     assert table.count("0.0 +- 0.0") == 7
 
 

@@ -4,8 +4,9 @@
     mtraining eval --model MODEL --suite ruler --lengths 4k --attention mtraining --out sparse
     mtraining compare dense sparse
 
-A and B are folders that `mtraining eval --out` wrote. They must have asked the same questions: suites, lengths, seed,
-text; what else differs (model, attention, engine, versions) is printed above the table.
+A and B are folders that `mtraining eval --out` wrote. Questions of both are compared (other lengths, samples or tasks
+are counted), and must be the same: seed, templates, text. What else differs (model, attention, engine, versions) is
+printed above the table.
 """
 
 

@@ -16,7 +16,9 @@ the weights are loaded.
 
 import argparse
 import sys
+from contextlib import nullcontext
 
+from mtraining_nns import run_lock
 from mtraining_nns.cli.eval_suites import READING, SUITES, chosen_names
 from mtraining_nns.cli.words import parse_list
 from mtraining_nns.errors import UserError
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         )
     overrides = parse_overrides(args.attention_config or [])
     # Imported here because torch and transformers take seconds and other verbs need none of it.
-    from mtraining_nns.eval import html, huggingface, model_folder, report, runner
+    from mtraining_nns.eval import huggingface, model_folder, report
     from mtraining_nns.eval.text import read_source
 
     limit = model_folder.context_limit(args.model)
@@ -105,10 +107,17 @@ def run(args: argparse.Namespace) -> int:
     chosen = [SUITES[name](config, tokenizer, text, args) for name, config in configs.items()]
     out = None if args.out is None else report.make_folder(args.out)
     shortest = min(SUITES[name].shortest(config) for name, config in configs.items())
-    engine = _engine(args, overrides or None, reach, shortest)
-    manifest = report.manifest(
-        args.model, tokenizer, engine.describe(), {one.suite.name: one.settings for one in chosen}
-    )
+    with run_lock.held(out, "--out") if out else nullcontext():
+        _ask(chosen, tokenizer, _engine(args, overrides or None, reach, shortest), out)
+    return 0
+
+
+def _ask(chosen: list, tokenizer, engine, out) -> None:
+    """Ask what is missing, print tables and write results into the folder `out`, if there is one."""
+    from mtraining_nns.eval import html, report, runner
+
+    settings = {one.suite.name: one.settings for one in chosen}
+    manifest = report.manifest(engine.model_dir, tokenizer, engine.describe(), settings)
     records = runner.Records(out, manifest)
     try:
         found = runner.run([one.suite for one in chosen], engine, records)
@@ -127,7 +136,6 @@ def run(args: argparse.Namespace) -> int:
         print("report:", html.write(out, manifest, found, {one.suite.name: one.notes for one in chosen}))
         if "niah" in found:
             _draw(out, found["niah"])
-    return 0
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -186,7 +186,8 @@ class Perplexity:
         from mtraining_nns.eval import perplexity, report
 
         found = perplexity.summed(records)
-        return report.perplexity_table(found, self.suite.name), [result.as_dict() for result in found], []
+        table = "\n".join([report.perplexity_table(found, self.suite.name), *self.notes])
+        return table, [result.as_dict() for result in found], []
 
 
 class Pg19(Perplexity):
@@ -197,14 +198,17 @@ class Pg19(Perplexity):
         return 1
 
     def __init__(self, config, tokenizer, text, args):
+        from mtraining_nns.data.records import SkipLog
         from mtraining_nns.eval import perplexity
-        from mtraining_nns.eval.text import read_books
+        from mtraining_nns.eval.text import left_out, read_books
 
         if args.pg19 is None:
             raise UserError("pg19 needs books; give --pg19 a folder of text files, such as PG-19's test")
-        books = read_books(args.pg19)
-        self.suite = perplexity.Books(config, tokenizer, books, tokenizer.first)
-        self.settings = {**vars(config), "books": self.suite.used}
+        log = SkipLog()
+        books = read_books(args.pg19, log)
+        self.suite = perplexity.Books(config, tokenizer, books, tokenizer.first, log.reasons)
+        self.settings = {**vars(config), "books": self.suite.used, "skipped": dict(log.reasons)}
+        self.notes = [f"books of {args.pg19}{left_out(log.reasons)}"] if log.reasons else []
 
 
 READING = {"perplexity", "pg19"}  # suites that generate nothing

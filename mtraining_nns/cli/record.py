@@ -50,11 +50,16 @@ def run(args) -> None:
             raise UserError(
                 f"{name} {path} cannot be written, it is a folder or lies in one of somebody else; give a file"
             )
-    if args.budgets is not None and (attention.pattern != "vertical_slash" or attention.dense_layers):
-        raise UserError(
-            f"--budgets needs vertical_slash in every layer, got {attention.pattern}, dense layers"
-            f" {list(attention.dense_layers)}; leave --budgets or those settings out"
-        )
+    if args.budgets is not None:
+        dense = attention.dense_layers or attention.dense_below
+        if attention.pattern != "vertical_slash" or dense:
+            raise UserError(
+                f"--budgets needs vertical_slash in every layer, got {attention.pattern}, dense layers"
+                f" {list(attention.dense_layers)}, dense below {attention.dense_below}; leave --budgets or those"
+                " settings out"
+            )
+        if os.path.realpath(args.budgets) == os.path.realpath(args.out):
+            raise UserError(f"--out and --budgets are one file, {args.out}; give each its own")
     # Imported here because transformers takes seconds and a mistake above needs none of it.
     from mtraining_nns.eval.attentions import write_budgets
     from mtraining_nns.record import Request, record, sparsity_table

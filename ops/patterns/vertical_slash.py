@@ -46,6 +46,17 @@ def build(q, k, place: Place, config: AttentionConfig, scale: float) -> Distance
     return DistanceIndex(hit=hit, block=config.block, columns=column_index, capped=capped)
 
 
+def budgets(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [B, N] each: the columns and the bins that `build` takes, be they sinks and in the local band or not.
+
+    A fixed budget of these numbers keeps the same.
+    """
+    columns, bins = masses(q, k, place, config, scale)
+    best, _, kept = _taken_columns(columns, place, config, min(config.cap, place.layout.seq_len))
+    _, chosen = _taken_bins(bins[..., : -(-place.layout.seq_len // config.block)], config)
+    return (kept & (best >= 0)).sum(-1).clamp_min(1), chosen.sum(-1).clamp_min(1)
+
+
 def masses(q, k, place: Place, config: AttentionConfig, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention mass of the last queries.
 
@@ -171,13 +182,19 @@ def _slashes(bins, seq_len: int, config: AttentionConfig):
         budget = config.k_s if config.budget == "fixed" else None
         kept = triton_budgets.slashes(bins.contiguous(), used=num_bins, share=config.p_s, budget=budget, near=near)
     else:
-        order, mass = descending(bins[..., :num_bins])
+        order, chosen = _taken_bins(bins[..., :num_bins], config)
         kept = (torch.arange(bins.shape[-1], device=bins.device) < near).expand(bins.shape).clone()
-        chosen = _within_budget(mass, mass.sum(-1, keepdim=True), config.p_s, _budget(config, 1, bins.device), config)
         kept[..., :num_bins] |= torch.zeros_like(chosen).scatter_(-1, order, chosen)
     hit = diagonals(kept)
     hit[..., 0] = True
     return hit
+
+
+def _taken_bins(bins, config: AttentionConfig):
+    """(order, bool in that order): bins by mass, and which of them are within the budget."""
+    order, mass = descending(bins)
+    total = mass.sum(-1, keepdim=True)
+    return order, _within_budget(mass, total, config.p_s, _budget(config, 1, bins.device), config)
 
 
 def diagonals(bins) -> torch.Tensor:
@@ -193,18 +210,26 @@ def _columns(mass, place: Place, config: AttentionConfig):
     cap, sinks = min(config.cap, layout.seq_len), min(config.sinks, layout.seq_len)
     if mass.is_cuda and not config.head_budgets:
         return _columns_by_kernels(mass, place, config, cap, sinks)
-    ranked = _best_of_the_ring(mass, place, cap)
-    best, position = _unranked(ranked)
-    # the weights of a query sum to one, so the total mass is the number of queries
-    total = torch.full_like(best[..., :1], min(config.last_q, layout.seq_len))
-    kept = _within_budget(best, total, config.p_v, _budget(config, 0, mass.device), config)
-    capped = _short_of_budget(best, total, layout.seq_len, config)
+    best, position, kept = _taken_columns(mass, place, config, cap)
+    capped = _short_of_budget(best, layout.seq_len, config)
     position = torch.where(kept & (best >= 0) & (position >= sinks), position, NO_COLUMN)
     leading = torch.arange(sinks, dtype=torch.int32, device=mass.device).expand(*mass.shape[:2], -1)
     position = (
         torch.cat([leading, position], -1).sort(-1).values[..., : most_columns(config, layout.seq_len)].contiguous()
     )
     return position, (position != NO_COLUMN).sum(-1, dtype=torch.int32), capped
+
+
+def _taken_columns(mass, place: Place, config: AttentionConfig, cap: int):
+    """(mass, position, bool) of the ring's best `cap` columns, descending: which of them are within the budget."""
+    best, position = _unranked(_best_of_the_ring(mass, place, cap))
+    total = torch.full_like(best[..., :1], _total(place.layout.seq_len, config))
+    return best, position, _within_budget(best, total, config.p_v, _budget(config, 0, mass.device), config)
+
+
+def _total(seq_len: int, config: AttentionConfig) -> int:
+    """Mass of all columns: the weights of a query sum to one, so the number of queries."""
+    return min(config.last_q, seq_len)
 
 
 def _columns_by_kernels(mass, place: Place, config: AttentionConfig, cap: int, sinks: int):
@@ -220,7 +245,7 @@ def _columns_by_kernels(mass, place: Place, config: AttentionConfig, cap: int, s
         best = mass.topk(cap, sorted=False).values
     else:
         best = mass
-    fixed, total = config.budget == "fixed", min(config.last_q, place.layout.seq_len)
+    fixed, total = config.budget == "fixed", _total(place.layout.seq_len, config)
     position, count, short = triton_budgets.columns(
         mass,
         best,
@@ -275,12 +300,12 @@ def _within_budget(mass, total, share: float, budget, config: AttentionConfig):
     return within_share(mass, total, share)
 
 
-def _short_of_budget(best, total, seq_len: int, config: AttentionConfig):
+def _short_of_budget(best, seq_len: int, config: AttentionConfig):
     """int32 scalar: heads that wanted more columns than the cap allows. best: masses of the columns within the cap."""
     certain = _short_of_wish(best, seq_len, config)
     if certain is not None:
         return certain
-    return (best.clamp_min(0).sum(-1, keepdim=True) < config.p_v * total).sum(dtype=torch.int32)
+    return (best.clamp_min(0).sum(-1, keepdim=True) < config.p_v * _total(seq_len, config)).sum(dtype=torch.int32)
 
 
 def _short_of_wish(heads, seq_len: int, config: AttentionConfig):
