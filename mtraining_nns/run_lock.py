@@ -20,7 +20,10 @@ def held(folder: str | os.PathLike, option: str) -> Iterator[None]:
 
     UserError where another run holds it, a warning where there are no locks.
     """
-    file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"{option}={folder} cannot be written ({error.strerror}); take another folder") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(file, 0)

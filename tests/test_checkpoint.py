@@ -173,6 +173,9 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path):
         assert not list((tmp_path / "run").glob("step-*"))
     code, said = launched.run(launched.command(path, nproc=1))
     assert code == 0, said
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file cannot be written .*; take another folder"):
+        run_lock.held(str(tmp_path / "file"), "checkpoint.dir").__enter__()
 
 
 def whole_state(rank, world_size, path, source):
