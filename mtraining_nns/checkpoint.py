@@ -31,7 +31,7 @@ from mtraining_nns import permissions
 from mtraining_nns.errors import UserError
 from mtraining_nns.host_adamw import MOMENTS
 from mtraining_nns.optim import make_room
-from mtraining_nns.resume import MANIFEST, prune, read_json, steps
+from mtraining_nns.resume import MANIFEST, prune, read_json
 from mtraining_nns.weights import cause, named_weights, read_tensors
 
 TRAINER = "trainer.json"
@@ -84,10 +84,7 @@ def save(folder: str, step: int, state: State, *, files: dict[str, str], keep: i
             " from the latest of them"
         )
     if _rank() == 0:
-        own = (old for old in steps(folder, "torch") if old.engine == "torch" and old.step < step)
-        for old in [old for old in own if not old.fault()][keep - 1 :]:
-            shutil.rmtree(old.path)
-        prune(folder, "torch", keep)
+        prune(folder, step, keep)
     _barrier()
     return final
 

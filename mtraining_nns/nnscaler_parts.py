@@ -16,7 +16,6 @@ from typing import NoReturn
 
 import nnscaler
 import torch
-import torch.distributed as dist
 from nnscaler.cli.train_hook import TrainHook
 from nnscaler.cli.trainer_args import AggregatedOutputs
 from torch import nn
@@ -237,7 +236,7 @@ class RecipeHook(TrainHook):
         """A run that was asked to stop while it was built makes no step."""
         if name := signals.name(self.world.sum(self.world.asked()).tolist()):
             done = trainer.train_status.finished_train_steps
-            self._leave(f"stopped by {name} before step {done + 1}, no step was made")
+            self.world.leave(f"stopped by {name} before step {done + 1}, no step was made")
 
     def on_expire_checkpoint(self, trainer, step, checkpoint_dir) -> None:
         """An old checkpoint goes when the one that takes its place is complete; the first rank of each node asks."""
@@ -259,7 +258,7 @@ class RecipeHook(TrainHook):
         """The ranks of a ring read the same tokens."""
         step = trainer.train_status.finished_train_steps
         if self.batch_log is not None:
-            samples = self.data.samples(self._visits(step))
+            samples = self.data.samples(self.recipe.visits(step))
             self.batch_log.add(step, samples, [batch["input_ids"] for batch in batches])
         if self.guarded > 0:
             self.guarded -= 1
@@ -279,11 +278,8 @@ class RecipeHook(TrainHook):
             place = faults.first_weight(first, self.world) or faults.first_gradient(first, self.world)
             raise NotFinite(f"step {step}: loss {self.loss}, gradient norm {norm}, {self._told(step)}; {place}")
 
-    def _visits(self, step: int) -> range:
-        return range(step * self.recipe.batch, (step + 1) * self.recipe.batch)
-
     def _told(self, step: int) -> str:
-        return told(self.data, self._visits(step))
+        return told(self.data, self.recipe.visits(step))
 
     def _spike(self, step: int, norm: float) -> None:
         found = spikes.limit(self.progress.losses, self.recipe.log)
@@ -324,12 +320,7 @@ class RecipeHook(TrainHook):
         if self.stop:
             self._mark(trainer)
             done, steps = trainer.train_status.finished_train_steps, self.recipe.train.steps
-            self._leave(f"stopped by {self.stop} after step {done}/{steps}; the same command goes on")
-
-    def _leave(self, farewell: str) -> None:
-        self.world.say(farewell)
-        dist.barrier()
-        signals.stop(farewell)
+            self.world.leave(f"stopped by {self.stop} after step {done}/{steps}; the same command goes on")
 
     def on_train_end(self, trainer) -> None:
         """The last save is complete."""
@@ -347,8 +338,8 @@ class RecipeHook(TrainHook):
 
     def _mark(self, trainer) -> None:
         if self.unmarked is not None and self.world.rank == 0:
-            nnscaler_states.mark(trainer.train_args.checkpoint.save_dir, self.unmarked, self.texts)
+            path = nnscaler_states.mark(trainer.train_args.checkpoint.save_dir, self.unmarked, self.texts)
             config = self.recipe.checkpoint
-            resume.prune(config.dir, "nnscaler", config.keep)
-            self.world.say(f"saved {resume.latest(config.dir, 'nnscaler').path}")
+            resume.prune(config.dir, self.unmarked, config.keep, but="nnscaler")  # the trainer removes its own
+            self.world.say(f"saved {path}")
         self.unmarked = None

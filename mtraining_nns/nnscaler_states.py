@@ -24,16 +24,15 @@ from mtraining_nns.resume import COMPLETE, Found
 PREFIX = "traced.lm."  # of the causal LM's weights in what is compiled
 
 
-def mark(folder: str, step: int, files: dict[str, str]) -> None:
-    """Say that the checkpoint of a step is complete; files: small texts by name that go into it."""
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        if os.path.isdir(path) and name.endswith(f"-{step:04d}"):
-            for file, text in files.items():
-                write(os.path.join(path, file), text)
-            sizes = {file: os.path.getsize(os.path.join(path, file)) for file in os.listdir(path)}
-            write(os.path.join(path, f".{COMPLETE}"), json.dumps({"step": step, "files": sizes}))
-            os.replace(os.path.join(path, f".{COMPLETE}"), os.path.join(path, COMPLETE))
+def mark(folder: str, step: int, files: dict[str, str]) -> str:
+    """Say that the checkpoint of a step is complete and return its path; files: small texts by name that go into it."""
+    path = next(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(f"-{step:04d}"))
+    for file, text in files.items():
+        write(os.path.join(path, file), text)
+    sizes = {file: os.path.getsize(os.path.join(path, file)) for file in os.listdir(path)}
+    write(os.path.join(path, f".{COMPLETE}"), json.dumps({"step": step, "files": sizes}))
+    os.replace(os.path.join(path, f".{COMPLETE}"), os.path.join(path, COMPLETE))
+    return path
 
 
 def wait(folder: str, step: int, timeout_s: float) -> None:

@@ -65,6 +65,10 @@ class Recipe:
         """Sequences of an optimizer step, over all rings."""
         return self.parallel.dp * self.train.micro_batch * self.train.accumulation
 
+    def visits(self, step: int) -> range:
+        """What a step reads over all ranks, by place in the run."""
+        return range(step * self.batch, (step + 1) * self.batch)
+
     def shared_by(self, world: int) -> "Recipe":
         """The recipe with its ring and attention settled for `world` processes; reads no file; raises UserError."""
         cp = _context_parallel(self.parallel, world)

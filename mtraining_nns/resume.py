@@ -107,12 +107,12 @@ def steps(folder: str, engine: str) -> list[Found]:
     return sorted(found, key=lambda one: (one.step, one.engine == engine), reverse=True)
 
 
-def prune(folder: str, engine: str, keep: int) -> None:
-    """Remove complete checkpoints of the other engine beyond the newest `keep` of both."""
-    complete = [found for found in steps(folder, engine) if not found.fault()]
-    for found in complete[keep:]:
-        if found.engine != engine:
-            shutil.rmtree(found.path, ignore_errors=True)
+def prune(folder: str, step: int, keep: int, but: str | None = None) -> None:
+    """Leave `keep` complete checkpoints of both engines up to that of `step`; those of the engine `but` stay anyway."""
+    older = [found for found in steps(folder, "torch") if found.step < step and not found.fault()]
+    for found in older[keep - 1 :]:
+        if found.engine != but:
+            shutil.rmtree(found.path)
 
 
 def changes(path: str, recipe: Recipe) -> list[str]:

@@ -157,10 +157,10 @@ def test_keep_counts_both_engines(tmp_path):
         recorded(tmp_path / "run", step)
     recorded(tmp_path / "run", 5, "nnscaler")
     (tmp_path / "run" / "nnscaler" / "states" / "0000-0005" / "complete.json").unlink()
-    resume.prune(str(tmp_path / "run"), "torch", keep=3)
+    resume.prune(str(tmp_path / "run"), 8, keep=3)
     left = {found.name for found in resume.steps(str(tmp_path / "run"), "torch")}
     assert left == {"step-000008", "step-000006", "0000-0005", "0000-0004"}
-    resume.prune(str(tmp_path / "run"), "nnscaler", keep=1)
+    resume.prune(str(tmp_path / "run"), 8, keep=1, but="nnscaler")
     assert resume.latest(str(tmp_path / "run")).name == "step-000008"
 
 

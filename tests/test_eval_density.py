@@ -30,15 +30,6 @@ def folder(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("llama"), attention=SPARSE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices: threads cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def tokens(length: int) -> torch.Tensor:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length))
 

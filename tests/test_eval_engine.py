@@ -22,15 +22,6 @@ from mtraining_nns.recording import Recording
 SPARSE = {"block": 64, "budget": "fixed", "k_v": 8, "k_s": 1, "sinks": 4, "local": 64, "last_q": 16}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices: threads cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("llama"), attention=SPARSE)

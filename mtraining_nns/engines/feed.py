@@ -20,12 +20,8 @@ class Feed:
 
     def __init__(self, recipe, world: World, layout: Layout):
         self.data, self.train, self.dp, self.batch = Mixture.of(recipe), recipe.train, recipe.parallel.dp, recipe.batch
-        self.world, self.layout = world, layout
+        self.world, self.layout, self.visits = world, layout, recipe.visits
         self.guarded = recipe.parallel.data_guard_steps if world.ring.world > 1 else 0
-
-    def visits(self, step: int) -> range:
-        """What a step reads over all ranks, by place in the run."""
-        return range(step * self.batch, (step + 1) * self.batch)
 
     def told(self, step: int) -> str:
         """What a step reads over all ranks, for a message."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mtraining_nns.engines.world import World
 from mtraining_nns.metrics import WARMUP_STEPS, Meter
+from mtraining_nns.ops.clock import Clock
 
 LEAST_S = 0.05  # of own work in a step: less is noise
 TAG = "speed/slowest_rank_over_median"
@@ -23,13 +24,13 @@ class Pace:
     """Seconds of this rank's own work in a step."""
 
     def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.host_s, self.spans = 0.0, []
+        self.device = device
+        self.begin()
 
     @contextmanager
     def timed(self):
         """Own work that runs on the device."""
-        began = self._mark()
+        began = self.clock.now()
         try:
             yield
         finally:
@@ -46,12 +47,12 @@ class Pace:
         """Their forward passes count as own work."""
         begun = []
         for module in modules:
-            module.register_forward_pre_hook(lambda *_: begun.append(self._mark()))
+            module.register_forward_pre_hook(lambda *_: begun.append(self.clock.now()))
             module.register_forward_hook(lambda *_: self._add(begun.pop()))
 
     def report(self, world: World) -> tuple[float, int, float]:
         """(slowest over median, the slowest rank, its seconds) of the step that has ended. Collective."""
-        seconds = self.host_s + sum(a.elapsed_time(b) / 1000 if self.on_gpu else b - a for a, b in self.spans)
+        seconds = self.host_s + sum(self.clock.seconds().values())
         all_ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=world.device)
         all_ranks[world.rank] = seconds
         times = world.sum(all_ranks).cpu()
@@ -69,14 +70,7 @@ class Pace:
 
     def begin(self) -> None:
         """A step begins."""
-        self.host_s, self.spans = 0.0, []
-
-    def _mark(self):
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.host_s, self.clock = 0.0, Clock(self.device)
 
     def _add(self, began) -> None:
-        self.spans.append((began, self._mark()))
+        self.clock.spans["own work"].append((began, self.clock.now()))

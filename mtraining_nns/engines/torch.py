@@ -10,7 +10,6 @@ import json
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from mtraining_nns import checkpoint, handover, hf, resume, signals, spikes
 from mtraining_nns.checkpoint import State
@@ -154,11 +153,9 @@ class Run:
             self.leave(f"stopped by {signals.name(counts)} before step {step + 1}, no step was made")
 
     def leave(self, farewell: str) -> None:
-        """Stopped on all ranks, once rank 0 has said why. Collective."""
+        """Stopped on all ranks. Collective."""
         self.log.close()
-        self.world.say(farewell)
-        dist.barrier()
-        signals.stop(farewell)
+        self.world.leave(farewell)
 
     def report(self, step: int, result: StepResult) -> None:
         """Progress line and scalars of a step. Collective."""

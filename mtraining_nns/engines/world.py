@@ -70,6 +70,12 @@ class World:
             raise type(error)(f"{error}; {found}") from error
         raise error
 
+    def leave(self, farewell: str) -> NoReturn:
+        """Stopped on all ranks, once rank 0 has said why. Collective."""
+        self.say(farewell)
+        dist.barrier()
+        signals.stop(farewell)
+
     def say(self, text: str) -> None:
         """Print on rank 0."""
         if self.rank == 0:
